@@ -1,0 +1,16 @@
+#!/usr/bin/env bash
+# Check types of everything in Python. The cores are imported as ansible.module_utils.aerie, which only Ansible makes true:
+# a directory with links, first on mypy's path, makes it true for mypy too.
+#   typecheck.sh [mypy's options]
+set -euo pipefail
+cd "$(dirname "$0")/.."
+cache=.cache/mypy
+view=$cache/path/ansible/module_utils
+mkdir -p "$view"
+: > "$cache/path/ansible/__init__.pyi"
+: > "$view/__init__.pyi"
+ln -sfn ../../../../../module_utils/aerie "$view/aerie"
+shopt -s nullglob
+files=("$view/aerie" plugins library/*.py tools/*.py tests/runs.py tests/targets/booted_hosts.py)
+export MYPYPATH=$cache/path:plugins:library:tools:tests:tests/targets
+exec "${MYPY:-.venv/bin/mypy}" --cache-dir "$cache/cache" "$@" "${files[@]}"
