@@ -1,0 +1,63 @@
+"""Files that are whole or not there: atomic, durable writes and hashes. Standard library only: this runs on hosts."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+
+def fsync_dir(path: Path) -> None:
+    """Make a rename or unlink inside the directory ``path`` durable."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_atomic(path: Path, data: bytes | str, mode: int = 0o644) -> None:
+    """Write ``data`` to ``path`` so that a reader, or a crash, sees the old file or the new one and never a part."""
+    payload = data.encode() if isinstance(data, str) else data
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(descriptor, "wb") as stream:
+            stream.write(payload)
+            stream.flush()
+            os.fchmod(stream.fileno(), mode)
+            os.fsync(stream.fileno())
+        Path(name).replace(path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+    fsync_dir(path.parent)
+
+
+def write_json(path: Path, value: Any, mode: int = 0o644) -> None:
+    """Write ``value`` as sorted, indented JSON, atomically."""
+    write_atomic(path, json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False) + "\n", mode)
+
+
+def read_json(path: Path) -> Any:
+    """Return the value of a JSON file; raises OSError or ValueError as the standard library does."""
+    return json.loads(path.read_text())
+
+
+def sha256_bytes(data: bytes) -> str:
+    """Return the sha256 of ``data`` in hexadecimal."""
+    return hashlib.sha256(data).hexdigest()
+
+
+def sha256_file(path: Path) -> str:
+    """Return the sha256 of a file's content in hexadecimal, without reading it whole into memory."""
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def canonical_hash(value: Any) -> str:
+    """Return the sha256 of ``value`` as canonical JSON (sorted keys, no spaces): equal values, equal hashes."""
+    return sha256_bytes(json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode())
