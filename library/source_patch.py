@@ -1,0 +1,225 @@
+#!/usr/bin/python
+# Copyright: Aerie contributors
+# GNU General Public License v3.0+ (see https://www.gnu.org/licenses/gpl-3.0.txt)
+from __future__ import annotations
+
+DOCUMENTATION = r"""
+module: source_patch
+short_description: Apply patch sets to an installed Python package, all or nothing
+description:
+  - Makes the sources of an installed package its originals with exactly the given patch sets, in the given order.
+  - A file is pristine (as the wheel's RECORD says), ours (as this module wrote it) or unknown, which is refused with a diff.
+  - Originals are kept by content hash in a store outside the package and are never overwritten. Every result is made from them, so
+    that a set may be added, changed or removed in any order.
+  - A run is a transaction. Where it fails, or was killed at any point, everything is put back; in the second case by the next run, which
+    says so in RV(recovered).
+  - Hooks are found in the syntax tree and must match exactly once; all that don't are reported at once and nothing is touched.
+author: Aerie contributors (!UNKNOWN)
+options:
+  path:
+    description: The site-packages directory that holds the package; its own copy, as symbolic links are refused.
+    type: path
+    required: true
+  package:
+    description: The package's import name, such as V(sglang).
+    type: str
+    default: sglang
+  sets:
+    description:
+      - Names of the patch sets, the whole wanted state, in order.
+      - Required for O(state=present). With O(state=verified), leave it out to compare with what was last applied.
+    type: list
+    elements: str
+  definitions:
+    description: What these sets are; the action plugin of this module fills it in from the project's C(patches) directory.
+    type: list
+    elements: dict
+  store:
+    description: Where originals, manifests and journals are kept, outside O(path) and best on another file system.
+    type: path
+    required: true
+  state:
+    description:
+      - V(present) applies O(sets) and takes back whatever else was applied.
+      - V(absent) puts every file back as it was, byte for byte, and removes what was added.
+      - V(verified) only reads, and fails with the names of all files that are not as they should be.
+    type: str
+    choices: [present, absent, verified]
+    default: present
+  verifier:
+    description:
+      - Commands to run after the files were replaced, each a list of words, in O(path), such as an import with the release's own Python.
+      - When one fails, everything is put back and the end of its output is the reason.
+      - Every changed file is compiled in any case, before anything is touched, with the Python that runs this module.
+    type: list
+    elements: list
+    default: []
+  version:
+    description: The package's version; read from its dist-info when left out.
+    type: str
+  accept_unknown:
+    description:
+      - Go on where a file's content is unknown. What was never patched by us is taken as the original, what was is restored from the store;
+        either is warned about, and the unknown content is kept in the store.
+    type: bool
+    default: false
+  root:
+    description: The directory on the host that this project owns, C(aerie_root); needed with O(lease).
+    type: path
+  lease:
+    description: The lease to renew, as returned by M(host_lease); its user and controller are written to the manifest.
+    type: dict
+attributes:
+  check_mode:
+    description: Plans everything and fails where the change would; reads only.
+    support: full
+  diff_mode:
+    description: Shows the unified diff of every file that changes. What is shown is what is applied.
+    support: full
+"""
+
+EXAMPLES = r"""
+- name: Patch a release that is not in use yet
+  source_patch:
+    path: /opt/aerie/releases/0.5.23-0123456789ab/lib/python3.12/site-packages
+    sets: [phase_profiler]
+    store: /opt/aerie/originals
+    verifier:
+      - [/opt/aerie/releases/0.5.23-0123456789ab/bin/python, -c, import sglang.srt.speculative.eagle_worker_v2]
+
+- name: See whether somebody edited the package since
+  source_patch:
+    path: /opt/aerie/releases/0.5.23-0123456789ab/lib/python3.12/site-packages
+    store: /opt/aerie/originals
+    state: verified
+"""
+
+RETURN = r"""
+version:
+  description: The package's version.
+  returned: success
+  type: str
+  sample: 0.5.23
+files:
+  description: Every file that is, was or would be patched, added, restored or removed.
+  returned: success, unless O(sets) was left out
+  type: list
+  elements: dict
+  sample:
+    - path: sglang/srt/speculative/eagle_worker_v2.py
+      kind: patched
+      state: pristine
+      before: 3f0c5e2b9d
+      after: 77ab01c4de
+      hooks: [a decode cycle begins]
+      changed: true
+sets:
+  description: The patch sets that are applied, in order, each with the hash of all that it can change.
+  returned: success
+  type: list
+  elements: dict
+  sample: [{name: phase_profiler, sha256: 9b1f4a}]
+recovered:
+  description: What a run that was cut off had begun, and whether it was V(undone) or found V(finished); in check mode what would be done.
+  returned: when there was such a run
+  type: dict
+  sample: {outcome: undone, started: "2026-01-01T02:00:00Z", owner: {user: ops}, files: [sglang/srt/speculative/eagle_worker_v2.py]}
+store_same_filesystem:
+  description: Whether the store is on the file system of O(path), so that losing one loses both.
+  returned: success
+  type: bool
+  sample: true
+drift:
+  description: With O(state=verified), every way in which the package isn't as it should be.
+  returned: failure of O(state=verified)
+  type: list
+  elements: str
+  sample: ["sglang/srt/speculative/eagle_worker_v2.py was put back since 2026-01-01T02:00:00Z"]
+"""
+
+from pathlib import Path
+from typing import Any
+
+from ansible.module_utils.aerie import lease, patch_transaction
+from ansible.module_utils.aerie.errors import AerieError
+from ansible.module_utils.aerie.patch_set import PatchSet
+from ansible.module_utils.aerie.patch_store import PatchStore
+from ansible.module_utils.aerie.paths import HostPaths
+from ansible.module_utils.aerie.source_tree import SourceTree
+from ansible.module_utils.basic import AnsibleModule
+
+
+def verified(tree: SourceTree, store: PatchStore, sets: list[PatchSet] | None) -> dict[str, Any]:
+    found = patch_transaction.drift(tree, store, sets)
+    if found:
+        return {"failed": True, "msg": f"{tree.path} is not as it should be:\n" + "\n".join(f"  - {one}" for one in found), "drift": found}
+    return {"changed": False, "sets": patch_transaction.applied(store)}
+
+
+def converged(module: AnsibleModule, tree: SourceTree, store: PatchStore, sets: list[PatchSet]) -> dict[str, Any]:
+    asked = {"accept_unknown": module.params["accept_unknown"]}
+    if module.check_mode:
+        planned = patch_transaction.plan(tree, store, sets, **asked)
+    else:
+        if module.params["lease"]:
+            lease.renew(HostPaths(Path(module.params["root"])).lease, lease.Owner.of(module.params["lease"]))
+        with store.locked():
+            planned = patch_transaction.plan(tree, store, sets, **asked)
+            patch_transaction.apply(
+                tree,
+                store,
+                planned,
+                owner=module.params["lease"],
+                verify=lambda: patch_transaction.run_verifiers(module.params["verifier"], tree.path),
+            )
+    for warning in planned.warnings:
+        module.warn(warning)
+    recovered = {"recovered": planned.interrupted.as_result()} if planned.interrupted else {}
+    return {
+        "changed": planned.changed,
+        "files": [file.as_result() for file in planned.files],
+        "sets": planned.applied_after,
+        "diff": {"prepared": planned.diff()},
+        **recovered,
+    }
+
+
+def main() -> None:
+    module = AnsibleModule(
+        argument_spec={
+            "path": {"type": "path", "required": True},
+            "package": {"type": "str", "default": "sglang"},
+            "sets": {"type": "list", "elements": "str"},
+            "definitions": {"type": "list", "elements": "dict"},
+            "store": {"type": "path", "required": True},
+            "state": {"type": "str", "choices": ["present", "absent", "verified"], "default": "present"},
+            "verifier": {"type": "list", "elements": "list", "default": []},
+            "version": {"type": "str"},
+            "accept_unknown": {"type": "bool", "default": False},
+            "root": {"type": "path"},
+            "lease": {"type": "dict"},
+        },
+        required_if=[("state", "present", ("sets",))],
+        required_by={"sets": ("definitions",), "lease": ("root",)},
+        supports_check_mode=True,
+    )
+    state = module.params["state"]
+    try:
+        tree = SourceTree.open(Path(module.params["path"]), module.params["package"], module.params["version"])
+        store = PatchStore.beside(tree, Path(module.params["store"]))
+        definitions = module.params["definitions"]
+        sets = None if definitions is None else [PatchSet.of(one) for one in definitions]
+        result = (
+            verified(tree, store, sets) if state == "verified" else converged(module, tree, store, [] if state == "absent" else sets or [])
+        )
+    except AerieError as error:
+        module.fail_json(msg=str(error))
+    except OSError as error:
+        module.fail_json(msg=f"{error.filename}: {error.strerror}")
+    if result.get("failed"):
+        module.fail_json(**result)
+    module.exit_json(version=tree.version.text, store_same_filesystem=store.same_filesystem_as(tree.path), **result)
+
+
+if __name__ == "__main__":
+    main()
