@@ -1,0 +1,232 @@
+#!/usr/bin/python
+# Copyright: Aerie contributors
+# GNU General Public License v3.0+ (see https://www.gnu.org/licenses/gpl-3.0.txt)
+from __future__ import annotations
+
+DOCUMENTATION = r"""
+module: sglang_environment
+short_description: Install what an SGLang version needs into a virtual environment
+description:
+  - Makes a virtual environment from a lock file, every package checked by its hash, and fetches SGLang's own wheel beside it.
+  - An environment is named after all that it is made from, so releases share it, and one that is there is never made again.
+  - An environment that a killed run left half made is made again.
+  - The work runs detached on the host, survives a cut connection, and shows its progress.
+  - The action plugin of this module reads C(versions.yml) and the lock on the controller; the host needs neither.
+author: Aerie contributors (!UNKNOWN)
+options:
+  root:
+    description: The directory on the host that this project owns, C(aerie_root).
+    type: path
+    required: true
+  profile:
+    description: What the host serves with; V(cpu) adds the stand-ins for GPU-only packages, V(cuda) refuses them.
+    type: str
+    choices: [cpu, cuda]
+    required: true
+  version:
+    description: The SGLang version, one of C(versions.yml); its default for O(profile) when left out.
+    type: str
+  python:
+    description: The Python on the host that environments are made with, a name or a path.
+    type: str
+    default: python3
+  wheels:
+    description:
+      - A directory on the host, or the URL of a page that links wheels. No index is asked then.
+      - It must hold every package of the lock, SGLang, and torch.
+    type: str
+  index_url:
+    description: The package index to ask instead of the one that pip on the host is configured for.
+    type: str
+  extra_index_urls:
+    description:
+      - Package indexes to ask as well. Profile V(cpu) asks them for torch only, as one may hold its CPU builds.
+      - One that can't be reached is passed over, which takes pip a while.
+    type: list
+    elements: str
+    default: []
+  supervisor:
+    description: Whether to make the environment of supervisor too, which owns servers where systemd does not run.
+    type: bool
+    default: false
+  architectures:
+    description: The architectures of the host's GPUs, such as V(sm120); a version that was not verified on them causes a warning.
+    type: list
+    elements: str
+    default: []
+  build:
+    description: What C(versions.yml) says of the version; the action plugin of this module fills it in.
+    type: dict
+  lock_text:
+    description: The lock; the action plugin of this module fills it in.
+    type: str
+  supervisor_lock_text:
+    description: The lock of supervisor; the action plugin of this module fills it in.
+    type: str
+  stand_ins:
+    description: The stand-ins' files by path; the action plugin of this module fills it in.
+    type: dict
+    default: {}
+  lease:
+    description: The lease of this run on the host, as M(host_lease) returned it; renewed before anything is changed.
+    type: dict
+attributes:
+  check_mode:
+    description: Says what would be made, and refuses what would be refused.
+    support: full
+  diff_mode:
+    description: Names the environment and packages that are made.
+    support: full
+"""
+
+EXAMPLES = r"""
+- name: Install the default version's environment
+  sglang_environment:
+    root: /opt/aerie
+    profile: cuda
+    python: python3.12
+  register: result
+
+- name: Install it on a host that can't reach a package index
+  sglang_environment:
+    root: /opt/aerie
+    profile: cuda
+    python: python3.12
+    wheels: /srv/wheels
+"""
+
+RETURN = r"""
+version:
+  description: The SGLang version.
+  returned: success
+  type: str
+  sample: 0.5.15.post1
+profile:
+  description: The profile it was installed for.
+  returned: success
+  type: str
+  sample: cuda
+verified_on:
+  description: What this version was verified on.
+  returned: success
+  type: list
+  elements: str
+  sample: [sm90, wheel]
+environment:
+  description: The environment; its torch version is null as long as it is not made.
+  returned: success
+  type: dict
+  sample:
+    id: cuda-0f3a51c2b9d8
+    path: /opt/aerie/environments/cuda-0f3a51c2b9d8
+    site_packages: /opt/aerie/environments/cuda-0f3a51c2b9d8/lib/python3.12/site-packages
+    python: /opt/aerie/environments/cuda-0f3a51c2b9d8/bin/python
+    python_version: 3.12.3
+    torch_version: 2.11.0+cu130
+package:
+  description: SGLang's own pristine copy, and the hash of the wheel that it came from.
+  returned: success
+  type: dict
+  sample:
+    path: /opt/aerie/packages/sglang-0.5.15.post1-d1cf208d
+    sha256: d1cf208d6ed6bd1d66e6c284635cb671519855dcdfe119e3c4011b6797c90679
+supervisor:
+  description: The environment of supervisor, or null when it was not asked for.
+  returned: success
+  type: dict
+  sample:
+    path: /opt/aerie/environments/supervisor-51c2b9d80f3a
+    python: /opt/aerie/environments/supervisor-51c2b9d80f3a/bin/python
+made:
+  description: What was, or in check mode would be, made.
+  returned: success
+  type: list
+  elements: str
+  sample: [environments/cuda-0f3a51c2b9d8, packages/sglang-0.5.15.post1-d1cf208d]
+"""
+
+from pathlib import Path
+from typing import Any
+
+from ansible.module_utils.aerie import environment, jobs, lease
+from ansible.module_utils.aerie.environment import Source, Spec
+from ansible.module_utils.aerie.errors import AerieError
+from ansible.module_utils.aerie.paths import HostPaths
+from ansible.module_utils.basic import AnsibleModule
+
+
+def main() -> None:
+    module = AnsibleModule(
+        argument_spec={
+            "root": {"type": "path", "required": True},
+            "profile": {"type": "str", "choices": ["cpu", "cuda"], "required": True},
+            "version": {"type": "str"},
+            "python": {"type": "str", "default": "python3"},
+            "wheels": {"type": "str"},
+            "index_url": {"type": "str"},
+            "extra_index_urls": {"type": "list", "elements": "str", "default": []},
+            "supervisor": {"type": "bool", "default": False},
+            "architectures": {"type": "list", "elements": "str", "default": []},
+            "build": {"type": "dict"},
+            "lock_text": {"type": "str"},
+            "supervisor_lock_text": {"type": "str"},
+            "stand_ins": {"type": "dict", "default": {}},
+            "lease": {"type": "dict"},
+        },
+        supports_check_mode=True,
+    )
+    try:
+        module.exit_json(**converge(module))
+    except AerieError as error:
+        module.fail_json(msg=str(error))
+    except OSError as error:
+        module.fail_json(msg=f"{error.filename}: {error.strerror}")
+
+
+def converge(module: AnsibleModule) -> dict[str, Any]:
+    """Make what is missing, in a detached job; return the module's result, or the job to follow."""
+    params = module.params
+    if params["build"] is None:
+        raise AerieError("sglang_environment needs its action plugin, which reads versions.yml: is action_plugins of ansible.cfg in force?")
+    paths, supervisor = HostPaths(Path(params["root"])), params["supervisor"]
+    build = params["build"]
+    spec = Spec(
+        version=build["version"],
+        profile=params["profile"],
+        lock_text=params["lock_text"],
+        torch=build["torch"],
+        torch_in_lock=build["torch_in_lock"],
+        sglang_sha256=build["sglang_sha256"],
+        disk_gib=build["disk_gib"],
+        stand_ins=params["stand_ins"],
+        supervisor_lock_text=params["supervisor_lock_text"],
+    )
+    source = Source(params["wheels"], params["index_url"], tuple(params["extra_index_urls"]))
+    interpreter = environment.find_interpreter(params["python"])
+    plan = environment.plan(paths, spec, interpreter, supervisor=supervisor)
+    made = plan.made(paths)
+
+    def result() -> dict[str, Any]:
+        return {
+            "changed": plan.changed,
+            "made": made,
+            "verified_on": build["verified_on"],
+            "diff": {"before": "", "after": "".join(f"{name}\n" for name in made)},
+            **environment.describe(plan, spec, interpreter),
+        }
+
+    if not plan.changed or module.check_mode:
+        return result()
+    lease.renew_if_given(paths.lease, params["lease"])
+
+    def work(progress: jobs.Progress) -> dict[str, Any]:
+        environment.apply(paths, spec, interpreter, source, progress, supervisor=supervisor)
+        return result()
+
+    job = jobs.new_directory(paths.jobs, "sglang_environment")
+    jobs.start(job, work)
+    return {"changed": True, "job": str(job)}
+
+
+if __name__ == "__main__":
+    main()

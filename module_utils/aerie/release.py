@@ -1,0 +1,320 @@
+"""Releases: SGLang's own sources on top of a shared environment, named after all that they are made from, never changed.
+
+Standard library only: this runs on hosts. A release is made in three steps: its tree (:func:`make`), patches on it
+(another module), and :func:`verify`, without which :func:`switch` does not make it ``current``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ansible.module_utils.aerie import environment as environments
+from ansible.module_utils.aerie import processes
+from ansible.module_utils.aerie.errors import AerieError
+from ansible.module_utils.aerie.files import canonical_hash, fsync_dir, read_json, write_json
+from ansible.module_utils.aerie.jobs import Progress
+from ansible.module_utils.aerie.paths import HostPaths
+from ansible.module_utils.aerie.words import listing, near, tail
+
+RELEASE = "release.json"
+ARGUMENTS = "server_arguments.json"
+PTH = "_aerie_environment.pth"
+ID = re.compile(r"[0-9][\w.]*-[0-9a-f]{12}")
+LINKED_FROM_BYTES = 1 << 20
+SPECULATIVE = "sglang/srt/speculative"
+IMPORTS = ("sglang", "sglang.srt.speculative.eagle_worker_v2")
+
+PROFILE_ENVIRONMENT: Mapping[str, Mapping[str, str]] = {
+    "cpu": {
+        "SGLANG_USE_CPU_ENGINE": "1",
+        "SGLANG_EXTERNAL_MODEL_PACKAGE": "sglang_tiny_models",
+        "TORCHDYNAMO_DISABLE": "1",
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+    },
+    "cuda": {"HF_HUB_OFFLINE": "1"},
+}
+"""What SGLang must be started with to be imported on a host of each profile."""
+
+DUMP_PROGRAM = r"""
+import argparse, importlib, json, re, sys
+
+output, *imports = sys.argv[1:]
+for name in imports:
+    importlib.import_module(name)
+import sglang, torch
+from sglang.srt.server_args import ServerArgs
+
+def plain(value):
+    if isinstance(value, (set, frozenset)):
+        value = sorted(value, key=str)
+    if isinstance(value, (list, tuple)):
+        return [plain(one) for one in value]
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError):
+        return str(value)
+    return value
+
+def deprecated(action):
+    text = action.help if isinstance(action.help, str) else ""
+    return type(action).__name__.startswith("Deprecated") or re.match(r"\W*deprecated", text, re.IGNORECASE) is not None
+
+parser = argparse.ArgumentParser()
+ServerArgs.add_cli_args(parser)
+arguments = [
+    {
+        "flags": list(action.option_strings),
+        "dest": action.dest,
+        "action": type(action).__name__,
+        "type": getattr(action.type, "__name__", None if action.type is None else str(action.type)),
+        "choices": None if action.choices is None else plain(list(action.choices)),
+        "nargs": action.nargs,
+        "default": plain(action.default),
+        "deprecated": deprecated(action),
+        "help": action.help if isinstance(action.help, str) and action.help != argparse.SUPPRESS else None,
+    }
+    for action in parser._actions
+]
+for argument in arguments:
+    if argument["choices"]:
+        argument["choices"].sort(key=str)
+with open(output, "w") as stream:
+    json.dump({"file": sglang.__file__, "version": sglang.__version__, "torch": torch.__version__, "arguments": arguments}, stream)
+"""
+"""Run as ``python -c DUMP_PROGRAM OUTPUT [MODULE...]``: imports the modules and writes what SGLang's own parser takes."""
+
+
+@dataclass(frozen=True)
+class PatchSetRef:
+    """A patch set by name and content hash."""
+
+    name: str
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Ingredients:
+    """All that a release is made from; ``environment`` and ``package`` are as sglang_environment returns them."""
+
+    version: str
+    profile: str
+    environment: Mapping[str, Any]
+    package: Mapping[str, Any]
+    patch_sets: tuple[PatchSetRef, ...]
+
+    @property
+    def id(self) -> str:
+        """The release's name: equal ingredients in equal order, equal names."""
+        sets = [[patch_set.name, patch_set.sha256] for patch_set in self.patch_sets]
+        digest = canonical_hash({"package": self.package["sha256"], "environment": self.environment["id"], "patch_sets": sets})
+        return f"{self.version}-{digest[:12]}"
+
+
+def describe(paths: HostPaths, release: Mapping[str, Any]) -> dict[str, Any]:
+    """Return where the parts of a release are."""
+    path = paths.release(release["id"])
+    minor = ".".join(str(release["python_version"]).split(".")[:2])
+    return {
+        "id": release["id"],
+        "path": str(path),
+        "site_packages": str(environments.site_packages_of(path, minor)),
+        "python": str(path / "bin" / "python"),
+        "release": dict(release),
+    }
+
+
+def planned(ingredients: Ingredients) -> dict[str, Any]:
+    """Return what ``release.json`` says of a release that has just been made."""
+    chosen = ("id", "path", "site_packages", "python")
+    return {
+        "id": ingredients.id,
+        "sglang_version": ingredients.version,
+        "profile": ingredients.profile,
+        "environment": {key: ingredients.environment[key] for key in chosen},
+        "package": {key: ingredients.package[key] for key in ("path", "sha256")},
+        "patch_sets": [{"name": patch_set.name, "sha256": patch_set.sha256} for patch_set in ingredients.patch_sets],
+        "python_version": ingredients.environment["python_version"],
+        "torch_version": ingredients.environment["torch_version"],
+        "verified": False,
+        "verified_at": None,
+    }
+
+
+def read(paths: HostPaths, release_id: str) -> dict[str, Any] | None:
+    """Return a release's ``release.json``, or None where there is no such release, or only a half made one."""
+    try:
+        value: dict[str, Any] = read_json(paths.release(release_id) / RELEASE)
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return None
+    return value
+
+
+def existing(paths: HostPaths) -> list[str]:
+    """Return the ids of the releases on the host."""
+    return sorted(path.parent.name for path in paths.releases.glob(f"*/{RELEASE}"))
+
+
+def linked(link: Path) -> str | None:
+    """Return the id of the release that ``current`` or ``previous`` points to."""
+    try:
+        return link.readlink().name
+    except OSError:
+        return None
+
+
+def make(paths: HostPaths, ingredients: Ingredients, progress: Progress) -> dict[str, Any]:
+    """Make a release's tree; its ``release.json`` is written last, so a half made one is made again. Return that."""
+    release = planned(ingredients)
+    path = paths.release(ingredients.id)
+    where = describe(paths, release)
+    package, environment_python = Path(ingredients.package["path"]), ingredients.environment["python"]
+    if not (package / environments.PACKAGE_MARKER).exists():
+        raise AerieError(f"{package} is missing or half made: run the role sglang_release again")
+    if not environments.is_whole(Path(ingredients.environment["path"])):
+        raise AerieError(f"{ingredients.environment['path']} is missing or half made: run the role sglang_release again")
+    environments.check_disk(paths.root, environments.PACKAGE_GIB)
+    progress.update(f"making release {ingredients.id}")
+    if path.exists():
+        shutil.rmtree(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # A virtual environment names its own path, so it is made where it will stay.
+    answer = environments.run([str(environment_python), "-I", "-m", "venv", "--without-pip", str(path)])
+    if answer.returncode:
+        raise AerieError(f"the virtual environment {path} could not be made:\n{tail(answer.stdout + answer.stderr, 8)}")
+    site_packages = Path(where["site_packages"])
+    shutil.copytree(package, site_packages, copy_function=_copy, dirs_exist_ok=True)
+    (site_packages / environments.PACKAGE_MARKER).unlink()
+    (site_packages / PTH).write_text(f"import site; site.addsitedir({ingredients.environment['site_packages']!r})\n")
+    _link_programs(Path(ingredients.environment["path"]) / "bin", path / "bin")
+    write_json(path / RELEASE, release)
+    return release
+
+
+def verify(paths: HostPaths, release: Mapping[str, Any], progress: Progress, imports: Sequence[str] = IMPORTS) -> dict[str, Any]:
+    """Prove that a release compiles, imports from its own tree and has a parser; keep the parser's arguments.
+
+    Return ``release.json``, now verified; raise, leaving it as it was, when anything fails.
+    """
+    where = describe(paths, release)
+    path, python, site_packages = Path(where["path"]), where["python"], Path(where["site_packages"])
+    if not environments.is_whole(Path(release["environment"]["path"])):
+        raise AerieError(
+            f"release {release['id']}: its environment {release['environment']['path']} is gone: run the role sglang_release again"
+        )
+    progress.update(f"compiling release {release['id']}")
+    answer = environments.run([python, "-m", "compileall", "-q", str(site_packages / SPECULATIVE)])
+    if answer.returncode:
+        raise AerieError(f"release {release['id']} does not compile, current stays as it was:\n{tail(answer.stdout + answer.stderr, 12)}")
+    if release["profile"] == "cuda":
+        environments.refuse_stand_ins(Path(python))
+    progress.update("importing SGLang and reading its arguments")
+    dump = dump_arguments(python, release["profile"], imports, f"release {release['id']} does not import, current stays as it was")
+    if not Path(dump["file"]).resolve().is_relative_to(site_packages.resolve()):
+        raise AerieError(
+            f"release {release['id']} imports SGLang from {dump['file']} and not from its own tree {site_packages}: "
+            f"remove that copy, or what puts it on the search path"
+        )
+    write_json(path / ARGUMENTS, dump["arguments"])
+    verified = dict(release) | {
+        "verified": True,
+        "verified_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "torch_version": dump["torch"],
+    }
+    write_json(path / RELEASE, verified)
+    return verified
+
+
+def dump_arguments(python: str, profile: str, imports: Sequence[str], failure: str) -> dict[str, Any]:
+    """Return what :data:`DUMP_PROGRAM` writes when ``python`` runs it; raise with ``failure`` and its last words."""
+    with tempfile.TemporaryDirectory(prefix="aerie-verify-") as folder:
+        output = Path(folder) / "dump.json"
+        answer = environments.run([python, "-c", DUMP_PROGRAM, str(output), *imports], PROFILE_ENVIRONMENT[profile], directory=folder)
+        if answer.returncode:
+            raise AerieError(f"{failure}:\n{tail(answer.stderr or answer.stdout, 12)}")
+        value: dict[str, Any] = json.loads(output.read_text())
+    return value
+
+
+def find(paths: HostPaths, release_id: str) -> dict[str, Any]:
+    """Return the ``release.json`` of a release that must be there; ``previous`` means the one before the current."""
+    if release_id == "previous":
+        target = linked(paths.previous)
+        if target is None:
+            raise AerieError(f"{paths.root} has no previous release to go back to: name one of {listing(existing(paths))}")
+        release_id = target
+    release = read(paths, release_id)
+    if release is None:
+        known = existing(paths)
+        raise AerieError(f"{paths.releases} has no release {release_id!r}{near(release_id, known)}: there is {listing(known)}")
+    return release
+
+
+def switch(paths: HostPaths, release_id: str) -> None:
+    """Point ``current`` to a verified release, and ``previous`` to what it pointed to; each link moves in one step."""
+    release = find(paths, release_id)
+    if not release["verified"]:
+        raise AerieError(f"release {release_id} was not verified and can't become current")
+    before = linked(paths.current)
+    if before == release_id:
+        return
+    if before is not None:
+        _point(paths.previous, Path("releases") / before)
+    _point(paths.current, Path("releases") / release_id)
+
+
+def refuse_removal(paths: HostPaths, release_id: str) -> None:
+    """Raise when a release must stay: because a link points to it, or a process runs from it."""
+    for link in (paths.current, paths.previous):
+        if linked(link) == release_id:
+            raise AerieError(f"release {release_id} is {link.name} and is kept: make another one current first")
+    inside = f"{paths.release(release_id)}/"
+    users = [process for process in processes.scan() if any(word.startswith(inside) for word in process.argv)]
+    if users:
+        raise AerieError(f"release {release_id} is in use by process {users[0].pid} ({users[0].title}): stop its server first")
+
+
+def remove(paths: HostPaths, release_id: str) -> None:
+    """Remove a release; its ``release.json`` goes first, so that a killed run leaves none that looks whole."""
+    refuse_removal(paths, release_id)
+    path = paths.release(release_id)
+    (path / RELEASE).unlink(missing_ok=True)
+    fsync_dir(path)
+    shutil.rmtree(path)
+
+
+def _copy(source: str, target: str) -> str:
+    # Sources are copied, as patches must never reach the pristine package; large libraries are never patched.
+    if source.endswith(".so") and Path(source).stat().st_size >= LINKED_FROM_BYTES:
+        try:
+            os.link(source, target)
+            return target
+        except OSError:
+            pass
+    return shutil.copy2(source, target)
+
+
+def _link_programs(source: Path, target: Path) -> None:
+    """Make the environment's programs, such as ninja, part of the release's bin: just-in-time compilers look there."""
+    for program in source.iterdir():
+        link = target / program.name
+        if not link.exists() and not re.match(r"python|pip|activate|Activate", program.name):
+            link.symlink_to(program)
+
+
+def _point(link: Path, target: Path) -> None:
+    beside = link.with_name(f".{link.name}.{os.getpid()}")
+    beside.unlink(missing_ok=True)
+    beside.symlink_to(target)
+    beside.replace(link)
+    fsync_dir(link.parent)
