@@ -1,0 +1,331 @@
+"""Server flags, checked against the installed release's own parser before a model is loaded. Standard library only: this runs on hosts.
+
+The parser is known from ``server_arguments.json`` of a release: one object for each argument with ``flags``, ``dest``,
+``type``, ``choices``, ``nargs``, ``default``, ``deprecated`` and ``help``, as argparse has them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ansible.module_utils.aerie.errors import AerieError
+from ansible.module_utils.aerie.files import read_json
+from ansible.module_utils.aerie.words import listing, near
+
+SPECULATION_FLAGS = {
+    "algorithm": "speculative-algorithm",
+    "draft_model": "speculative-draft-model-path",
+    "steps": "speculative-num-steps",
+    "topk": "speculative-eagle-topk",
+    "draft_tokens": "speculative-num-draft-tokens",
+}
+CHAIN_ALGORITHMS = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE")
+"""Algorithms that draft in steps, so that steps, topk and draft tokens belong together."""
+
+OWNED = {
+    "model-path": "set the instance's model",
+    "host": "set the instance's host",
+    "port": "set the instance's port",
+    "api-key": "set sglang_server_api_key",
+    "config": "write its flags here",
+    "enable-metrics": "it is always on",
+} | {flag: f"set the arm's speculation.{key}" for key, flag in SPECULATION_FLAGS.items()}
+"""Flags that have a setting of their own, and which."""
+
+
+@dataclass(frozen=True)
+class Rename:
+    """A flag that got another name (or became one value of another flag), and the version from which only the new one is known."""
+
+    old: str
+    new: str
+    gone: str
+    value: str | None = None
+
+
+RENAMES = (
+    # server_args.py of 0.5.15.post1 registers these as deprecated with the new names; 0.5.23's parser knows only the new ones.
+    Rename("cuda-graph-max-bs", "cuda-graph-max-bs-decode", "0.5.23"),
+    Rename("cuda-graph-bs", "cuda-graph-bs-decode", "0.5.23"),
+    Rename("piecewise-cuda-graph-max-tokens", "cuda-graph-max-bs-prefill", "0.5.23"),
+    Rename("piecewise-cuda-graph-tokens", "cuda-graph-bs-prefill", "0.5.23"),
+    Rename("disable-piecewise-cuda-graph", "cuda-graph-backend-prefill", "0.5.23", "disabled"),
+    Rename("enforce-piecewise-cuda-graph", "cuda-graph-backend-prefill", "0.5.23", "tc_piecewise"),
+    Rename("enable-breakable-cuda-graph", "cuda-graph-backend-prefill", "0.5.23", "breakable"),
+    Rename("speculative-dflash-draft-window-size", "speculative-draft-window-size", "0.5.23"),
+    Rename("mamba-scheduler-strategy", "mamba-radix-cache-strategy", "0.5.23"),
+    Rename("nsa-prefill-backend", "dsa-prefill-backend", "0.5.23"),
+    Rename("nsa-decode-backend", "dsa-decode-backend", "0.5.23"),
+    Rename("stream-output", "incremental-streaming-output", "0.5.23"),
+    Rename("enable-prefill-context-parallel", "enable-prefill-cp", "0.5.23"),
+    Rename("prefill-cp-mode", "cp-strategy", "0.5.23"),
+)
+
+
+@dataclass(frozen=True)
+class Argument:
+    """One argument of a release's parser, as argparse declares it."""
+
+    flags: tuple[str, ...]
+    dest: str
+    type: str | None
+    choices: tuple[str, ...] | None
+    nargs: int | str | None
+    deprecated: bool
+    help: str
+
+    @property
+    def opposite(self) -> str | None:
+        """Return the ``--no-…`` form of an argument that has one (argparse.BooleanOptionalAction)."""
+        return next((flag for flag in self.flags if flag.startswith("--no-") and f"--{flag.removeprefix('--no-')}" in self.flags), None)
+
+
+@dataclass(frozen=True)
+class Parser:
+    """The arguments that one SGLang release knows."""
+
+    version: str
+    arguments: tuple[Argument, ...]
+    _by_name: dict[str, tuple[str, Argument]] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_by_name", {plain(flag): (flag, argument) for argument in self.arguments for flag in argument.flags})
+
+    @classmethod
+    def load(cls, path: Path, version: str) -> Parser:
+        """Read ``server_arguments.json``."""
+        try:
+            content = read_json(path)
+            rows = content["arguments"] if isinstance(content, dict) else content
+            return cls(version, tuple(_argument(row) for row in rows))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise AerieError(f"{path}: the release's list of server arguments can't be read ({error}): make the release again") from error
+
+    def find(self, name: str) -> tuple[str, Argument] | None:
+        """Return the flag as the release spells it and its argument, or None."""
+        return self._by_name.get(plain(name))
+
+    @property
+    def names(self) -> list[str]:
+        """Return every name, without dashes in front."""
+        return sorted(self._by_name)
+
+
+def _argument(row: Mapping[str, Any]) -> Argument:
+    choices = row.get("choices")
+    return Argument(
+        flags=tuple(flag for flag in row["flags"] if flag.startswith("--")),
+        dest=row["dest"],
+        type=row.get("type"),
+        choices=tuple(str(choice) for choice in choices) if choices is not None else None,
+        nargs=row.get("nargs"),
+        deprecated=bool(row.get("deprecated")),
+        help=row.get("help") or "",
+    )
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Flags from one place of the configuration; a later layer wins over an earlier one."""
+
+    origin: str
+    flags: Mapping[str, Any]
+    owner: bool = False
+    """True for the flags that Aerie itself sets: it may set owned flags, and is not told about deprecation."""
+
+
+@dataclass(frozen=True)
+class CommandLine:
+    """What the layers come to: the arguments, what is wrong with them, and what a person should know."""
+
+    arguments: tuple[str, ...]
+    values: Mapping[str, Any]
+    problems: tuple[str, ...]
+    warnings: tuple[str, ...]
+
+
+def plain(name: str) -> str:
+    """Return a flag's name in one spelling: ``--tp-size``, ``tp_size`` and ``tp-size`` are the same."""
+    return name.strip().lstrip("-").replace("_", "-")
+
+
+def command_line(parser: Parser, layers: Iterable[Layer]) -> CommandLine:
+    """Merge ``layers`` and check every flag against ``parser``; all problems come back at once, none is raised."""
+    owned = {found[1].dest: cure for flag, cure in OWNED.items() if (found := parser.find(flag))}
+    settings: dict[str, tuple[str, Argument, Any, Layer]] = {}
+    problems: list[str] = []
+    warnings: list[str] = []
+    for layer in layers:
+        seen: dict[str, str] = {}
+        for written, value in layer.flags.items():
+            where = f"{layer.origin}: --{plain(str(written))}"
+            name, value, warning = _translated(parser, plain(str(written)), value)
+            found = parser.find(name)
+            if found is None:
+                problems.append(f"{where}: {_unknown(parser, name)}")
+                continue
+            flag, argument = found
+            if warning:
+                warnings.append(f"{where}: {warning}")
+            elif argument.deprecated and not layer.owner and value not in (None, False):
+                warnings.append(f"{where}: deprecated in SGLang {parser.version}{_first_sentence(argument.help)}")
+            if argument.dest in seen:
+                problems.append(f"{where} and --{seen[argument.dest]} are the same flag: write one of them")
+                continue
+            seen[argument.dest] = plain(str(written))
+            if argument.dest in owned and not layer.owner:
+                problems.append(f"{where}: {owned[argument.dest]} and leave the flag out")
+                continue
+            # A later layer's flag comes last in the order too, so that a plan reads from general to special.
+            settings.pop(argument.dest, None)
+            if value is False and argument.opposite and not flag.startswith("--no-"):
+                flag, value = argument.opposite, True
+            if value is not None and value is not False:
+                settings[argument.dest] = (flag, argument, value, layer)
+    line: list[str] = []
+    for flag, argument, value, layer in settings.values():
+        words, problem = _words(argument, value)
+        if problem:
+            problems.append(f"{layer.origin}: {flag}: {problem}")
+        elif len(words) == 1 and words[0].startswith("-"):
+            line.append(f"{flag}={words[0]}")
+        else:
+            line += [flag, *words]
+    return CommandLine(tuple(line), {dest: setting[2] for dest, setting in settings.items()}, tuple(problems), tuple(warnings))
+
+
+def _translated(parser: Parser, name: str, value: Any) -> tuple[str, Any, str | None]:
+    if parser.find(name):
+        return name, value, None
+    for rename in RENAMES:
+        if name == rename.old and parser.find(rename.new):
+            new = f"--{rename.new}{' ' + rename.value if rename.value else ''}"
+            text = f"SGLang {parser.version} calls it {new} (the old name is gone by {rename.gone}): translated"
+            if rename.value is not None:
+                value = rename.value if value else None
+            return rename.new, value, text
+        if name == rename.new and rename.value is None and parser.find(rename.old):
+            return rename.old, value, f"SGLang {parser.version} still calls it --{rename.old}: translated"
+    return name, value, None
+
+
+def _unknown(parser: Parser, name: str) -> str:
+    longer = [known for known in parser.names if known.startswith(name)]
+    if len(longer) == 1:
+        return f"an abbreviation of --{longer[0]} in SGLang {parser.version}: write it in full, another release may know two that start so"
+    suggestion = near(name, parser.names)
+    if not suggestion and longer:
+        suggestion = f"; flags that start so: {listing(longer[:5])}"
+    return f"SGLang {parser.version} has no such flag{suggestion}"
+
+
+def _first_sentence(text: str) -> str:
+    cleaned = re.sub(r"^\s*(\[Deprecated\]|Deprecated\.?)\s*", "", text.strip())
+    return f": {cleaned.splitlines()[0]}" if cleaned else ""
+
+
+def _words(argument: Argument, value: Any) -> tuple[list[str], str | None]:
+    """Return a setting's words on the command line, or why it can't have that value."""
+    if argument.nargs == 0:
+        return ([], None) if value is True else ([], f"takes no value, got {value!r}: write true")
+    if value is True:
+        return ([], None) if argument.nargs in ("?", "*") else ([], _needs_value(argument))
+    values = value if isinstance(value, list | tuple) else [value]
+    if argument.nargs is None and isinstance(value, list | tuple):
+        if argument.type in (None, "str", "int", "float"):
+            return [], f"takes one value, got a list of {len(values)}"
+        values = [json.dumps(list(value), separators=(",", ":"))]
+    if not values and argument.nargs != "*":
+        return [], _needs_value(argument)
+    if isinstance(argument.nargs, int) and len(values) != argument.nargs:
+        return [], f"takes {argument.nargs} values, got {len(values)}"
+    words = []
+    for item in values:
+        word = json.dumps(item, separators=(",", ":"), sort_keys=True) if isinstance(item, dict | list) else str(item)
+        problem = _type_problem(argument, item, word)
+        if problem:
+            return [], problem
+        words.append(word)
+    return words, None
+
+
+def _needs_value(argument: Argument) -> str:
+    kind = {"int": "a whole number", "float": "a number"}.get(argument.type or "", "a value")
+    return f"needs {kind if not argument.choices else 'one of ' + listing(argument.choices)}"
+
+
+def _type_problem(argument: Argument, item: Any, word: str) -> str | None:
+    if isinstance(item, bool):
+        return f"{_needs_value(argument)}, got {str(item).lower()}"
+    if word == "":
+        return _needs_value(argument)
+    if argument.type == "int" and not re.fullmatch(r"[+-]?\d+", word):
+        return f"needs a whole number, got {word!r}"
+    if argument.type == "float" and not _is_float(word):
+        return f"needs a number, got {word!r}"
+    if argument.type == "loads" and not _is_json(word):
+        return f"needs JSON, got {word!r}: write it as YAML and it is converted"
+    if argument.choices is not None and word not in argument.choices:
+        return f"{word!r} is not one of {listing(argument.choices)}{near(word, argument.choices)}"
+    return None
+
+
+def _is_float(word: str) -> bool:
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return True
+
+
+def _is_json(word: str) -> bool:
+    try:
+        json.loads(word)
+    except ValueError:
+        return False
+    return True
+
+
+def speculation_problems(speculation: Mapping[str, Any] | None) -> Iterator[str]:
+    """Yield what is wrong with an arm's ``speculation`` in itself."""
+    if not speculation:
+        return
+    for key in speculation:
+        if key not in SPECULATION_FLAGS:
+            yield f"speculation.{key}: no such setting{near(key, SPECULATION_FLAGS)}"
+    algorithm = str(speculation.get("algorithm") or "").upper()
+    if not algorithm:
+        yield "speculation.algorithm is missing: name one, such as EAGLE3, or set speculation to null"
+        return
+    numbers = {key: speculation.get(key) for key in ("steps", "topk", "draft_tokens")}
+    wrong = [key for key, number in numbers.items() if number is not None and not (_is_whole(number) and int(number) > 0)]
+    for key in wrong:
+        yield f"speculation.{key}: needs a whole number above 0, got {numbers[key]!r}"
+    if wrong or algorithm not in CHAIN_ALGORITHMS:
+        return
+    missing = [key for key, number in numbers.items() if number is None]
+    if missing:
+        # arg_groups/speculative_hook.py: without them SGLang chooses by the target's architecture, (5, 4, 8) for a Llama.
+        yield f"speculation: {listing(missing)} missing: set steps, topk and draft_tokens, or SGLang chooses by model"
+        return
+    steps, topk, draft_tokens = (int(numbers[key] or 0) for key in ("steps", "topk", "draft_tokens"))
+    if topk == 1 and draft_tokens != steps + 1:
+        cure = f"set draft_tokens to {steps + 1} (is {draft_tokens}) or steps to {draft_tokens - 1} (is {steps})"
+        yield f"speculation: topk 1 drafts a chain, whose draft_tokens are steps + 1: {cure}"
+
+
+def _is_whole(value: Any) -> bool:
+    return not isinstance(value, bool) and re.fullmatch(r"\d+", str(value)) is not None
+
+
+def speculation_flags(speculation: Mapping[str, Any] | None, draft_path: str | None) -> dict[str, Any]:
+    """Return the flags that a checked ``speculation`` means."""
+    if not speculation:
+        return {}
+    settings = {**speculation, "draft_model": draft_path}
+    return {flag: settings[key] for key, flag in SPECULATION_FLAGS.items() if settings.get(key) is not None}

@@ -1,0 +1,122 @@
+"""A draft that does not fit, a taken port, an open door: known before a model is loaded."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ansible.module_utils.aerie import launch_checks, processes
+
+sys.path.insert(0, str(Path(__file__).parent))
+from sglang_example import DRAFT, TARGET
+
+HOLD_PORT = (
+    "import socket, time; s = socket.socket(); s.bind(('127.0.0.1', 0)); s.listen(); print(s.getsockname()[1], flush=True); time.sleep(600)"
+)
+
+
+def problems(algorithm: str, target: dict[str, Any], draft: dict[str, Any] | None) -> list[str]:
+    return list(launch_checks.draft_problems(algorithm, "t", target, "d" if draft is not None else None, draft))
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "target", "draft"),
+    [
+        ("EAGLE3", TARGET, DRAFT),
+        ("EAGLE3", TARGET, DRAFT | {"hidden_size": 64, "target_hidden_size": 128}),
+        ("EAGLE3", {"architectures": ["Llava"], "text_config": {"hidden_size": 128, "vocab_size": 1024}}, DRAFT),
+        ("EAGLE3", TARGET, DRAFT | {"architectures": ["Eagle3DeepseekV2ForCausalLM"]}),
+        ("EAGLE", TARGET, DRAFT | {"architectures": ["LlamaForCausalLMEagle"]}),
+        ("EAGLE", {**TARGET, "architectures": ["DeepseekV3ForCausalLM"]}, None),
+        ("STANDALONE", TARGET, TARGET | {"hidden_size": 32}),
+        ("NGRAM", TARGET, None),
+    ],
+)
+def test_a_fitting_draft_passes(algorithm, target, draft):
+    assert problems(algorithm, target, draft) == []
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "draft", "problem"),
+    [
+        ("EAGLE3", DRAFT | {"architectures": ["LlamaForCausalLMEagle"]}, "LlamaForCausalLMEagle is no EAGLE-3 draft"),
+        ("EAGLE", DRAFT, "set speculation.algorithm to EAGLE3"),
+        ("EAGLE3", DRAFT | {"architectures": []}, "names no architecture"),
+        ("EAGLE3", DRAFT | {"hidden_size": 256}, "hidden states of 256, the target's have 128"),
+        ("EAGLE3", DRAFT | {"target_hidden_size": 256}, "hidden states of 256, the target's have 128"),
+        ("EAGLE3", DRAFT | {"vocab_size": 2048}, "vocab_size is 2048 in the draft, 1024 in the target"),
+        ("EAGLE3", DRAFT | {"draft_vocab_size": 4096}, "draft_vocab_size 4096 exceeds vocab_size 1024"),
+        ("EAGLE3", None, "speculation.draft_model is missing: EAGLE3 needs one for t"),
+    ],
+)
+def test_a_draft_that_does_not_fit_is_refused(algorithm, draft, problem):
+    found = problems(algorithm, TARGET, draft)
+    assert len(found) == 1
+    assert problem in found[0]
+
+
+@pytest.mark.parametrize(
+    ("host", "key", "refused"),
+    [("127.0.0.1", None, 0), ("localhost", None, 0), ("::1", None, 0), ("0.0.0.0", None, 1), ("gpu1", None, 1), ("0.0.0.0", "k", 0)],
+)
+def test_only_loopback_may_go_without_a_key(host, key, refused):
+    assert len(list(launch_checks.exposure_problems("main", host, key))) == refused
+
+
+@pytest.mark.parametrize(
+    ("gpus", "flags", "problem"),
+    [
+        (None, {"tp_size": 8}, None),
+        ([0], {}, None),
+        ([2, 3], {"tp_size": 2}, None),
+        ([0, 1], {"tp_size": 2, "dp_size": 2, "enable_dp_attention": True}, None),
+        ([0], {"tp_size": 2}, "use 2 GPUs"),
+        ([0, 1], {"tp_size": 2, "dp_size": "2"}, "use 4 GPUs"),
+        ([0, 1], {}, "set tp-size to 2, or list 1"),
+        ([1, 1], {"tp_size": 2}, "names one twice"),
+    ],
+)
+def test_gpus_and_parallelism_must_agree(gpus, flags, problem):
+    found = list(launch_checks.gpu_problems("main", gpus, flags))
+    assert [problem in text for text in found] == ([True] if problem else [])
+
+
+@pytest.fixture
+def holder():
+    """Start processes that hold a port, with variables of their own; return (process id, port)."""
+    started = []
+
+    def hold(**variables: str) -> tuple[int, int]:
+        process = subprocess.Popen([sys.executable, "-c", HOLD_PORT], stdout=subprocess.PIPE, text=True, env=variables)
+        started.append(process)
+        return process.pid, int(process.stdout.readline())
+
+    yield hold
+    for process in started:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def test_a_taken_port_is_refused_naming_who_holds_it(holder):
+    pid, port = holder(AERIE_INSTANCE="other", AERIE_ROOT="/opt/aerie")
+    (found,) = launch_checks.port_problems("main", "/opt/aerie", "127.0.0.1", port, list)
+    assert f"port {port} is taken by process {pid} ({sys.executable} -c" in found
+    assert "instance other of /opt/aerie" in found
+
+
+def test_our_own_instance_holds_its_port_rightly(holder):
+    pid, port = holder(AERIE_INSTANCE="main", AERIE_ROOT="/opt/aerie")
+    assert processes.listeners(port)[0].pid == pid
+    assert list(launch_checks.port_problems("main", "/opt/aerie", "127.0.0.1", port, lambda: [pid])) == []
+
+
+def test_a_free_port_is_free():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    assert list(launch_checks.port_problems("main", "/opt/aerie", "127.0.0.1", port, list)) == []
