@@ -1,0 +1,112 @@
+"""The report: one HTML file that holds everything it shows. For the controller; needs jinja2 (Ansible's own) and matplotlib.
+
+Code, template and plots lie together here, not in a role: nothing of it ever goes to a host, and one action plugin uses it.
+The page is a pure function of the records: the same records give the same bytes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from ansible.module_utils.aerie import verdict
+from ansible.module_utils.aerie.errors import AerieError
+from ansible.module_utils.aerie.terminal_table import number, range_text
+from ansible.module_utils.aerie.words import listing
+
+DEFAULT_TITLE = "SGLang with and without EAGLE-3"
+TEMPLATE = "page.html.j2"
+
+
+def render(groups: Sequence[verdict.Group], title: str = DEFAULT_TITLE) -> str:
+    """Return the page; refuses where matplotlib is missing, saying what to install."""
+    try:
+        from . import plots
+    except ImportError as error:
+        raise AerieError(f"the report needs matplotlib on the controller ({error}): install requirements/controller.txt") from error
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters.update(number=number, range=range_text, listing=listing, span=span, plain=plain, machine=machine, headline=headline)
+    template = environment.get_template(TEMPLATE)
+    sections = [_section(plots, group, f"g{position}") for position, group in enumerate(groups, 1)]
+    return (
+        template.render(
+            title=title,
+            sections=sections,
+            cells=sum(group.cells for group in groups),
+            failures=sum(len(group.failures) for group in groups),
+            hosts=sorted({group.host for group in groups}),
+            started=min((group.started for group in groups if group.started), default=None),
+            ended=max((group.ended for group in groups if group.ended), default=None),
+            parts=verdict.PARTS,
+            confidence=round(100 * verdict.CONFIDENCE),
+        ).rstrip()
+        + "\n"
+    )
+
+
+def _section(plots: Any, group: verdict.Group, key: str) -> dict[str, Any]:
+    return {
+        "group": group,
+        "key": key,
+        "throughput": plots.throughput(group, f"{key}-throughput") if any(point.throughput for point in group.points) else None,
+        "speedup": plots.speedup(group, f"{key}-speedup") if any(point.ratio for point in group.points) else None,
+        "cycle": plots.cycle(group, f"{key}-cycle") if group.phases else None,
+        "swatches": {arm.name: plots.swatch(index) for index, arm in enumerate(group.arms)},
+        "pinned": {arm.name for arm in group.arms if arm.pinned},
+    }
+
+
+def headline(crossing: verdict.Crossover, group: verdict.Group) -> tuple[str, str]:
+    """Return the one figure of a comparison, and what it is."""
+    ratios = [point.ratio.value for point in group.points if point.arm == crossing.arm and point.ratio]
+    if crossing.kind == "crosses" and crossing.at:
+        return f"≈ {crossing.at:.0f}" if crossing.at >= 10 else f"≈ {crossing.at:.1f}", "clients at the crossover"
+    if not ratios:
+        return "–", "nothing to compare"
+    low, high = f"{min(ratios):.2f}", f"{max(ratios):.2f}"
+    words = {"faster": "faster throughout", "slower": "slower throughout", "several": "no single crossover", "same": "the same"}
+    return f"{low}×" if low == high else f"{low}–{high}×", words.get(crossing.kind, "one concurrency only")
+
+
+def span(started: str, ended: str | None) -> str:
+    """Return from when to when, to the minute and without saying a day twice; the times are ISO 8601 in UTC, as in records."""
+    (day, first), (last_day, last) = _moment(started), _moment(ended or started)
+    if (day, first) == (last_day, last):
+        return f"{day}, {first} UTC"
+    return f"{day}, {first} to {last} UTC" if day == last_day else f"{day}, {first} to {last_day}, {last} UTC"
+
+
+def _moment(value: str) -> tuple[str, str]:
+    found = re.match(r"(\d{4}-\d\d-\d\d)[T ](\d\d:\d\d)", value)
+    return (found[1], found[2]) if found else (value, "an unknown hour")
+
+
+def machine(fingerprint: Mapping[str, Any]) -> str:
+    """Return a host's hardware, system and drivers on one line: equal GPUs counted, no serial numbers; empty where nothing is known."""
+    gpus = [gpu for gpu in fingerprint.get("gpus") or [] if isinstance(gpu, Mapping)]
+    kinds = [f"{gpu.get('name', 'GPU')} (driver {gpu.get('driver', 'unknown')})" for gpu in gpus]
+    cpu, system = fingerprint.get("cpu") or {}, fingerprint.get("os") or {}
+    said = [f"{kinds.count(kind)} × {kind}" for kind in dict.fromkeys(kinds)]
+    said += [f"CUDA {fingerprint['cuda_driver_version']}"] if fingerprint.get("cuda_driver_version") else []
+    said += [f"{cpu['model']}, {cpu.get('logical') or cpu.get('cores') or 'an unknown number of'} CPUs"] if cpu.get("model") else []
+    said += [str(system["name"])] if system.get("name") else []
+    said += [f"Linux {fingerprint['kernel']}"] if fingerprint.get("kernel") else []
+    return "; ".join(said)
+
+
+def plain(value: Any) -> str:
+    """Return a value of a record as words, whatever the order of its keys."""
+    if isinstance(value, Mapping):
+        said = [(str(key).replace("_", " "), plain(inner)) for key, inner in sorted(value.items()) if inner not in (None, "", [], {})]
+        return ", ".join(f"{key} {words}" for key, words in said)
+    if isinstance(value, list | tuple):
+        return ", ".join(plain(inner) for inner in value)
+    return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)
