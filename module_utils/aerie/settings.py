@@ -1,0 +1,262 @@
+"""What settings must fulfil beyond their types: names that exist, ports that don't clash, safe paths. Pure: no Ansible import.
+
+Every ``check_…`` takes what it judges and returns problems, none raises: all of a host's problems are reported at once. A
+value of the wrong type is the argument specification's to report, and is passed over here.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ansible.module_utils.aerie import experiment, launch_checks, server_flags, versions
+from ansible.module_utils.aerie.errors import AerieError
+from ansible.module_utils.aerie.words import listing, near
+
+ARM_KEYS = ("description", "speculation", "flags", "environment")
+INSTANCE_KEYS = ("arm", "model", "port", "host", "gpus", "flags", "environment", "description")
+MODEL_KEYS = ("path", "source")
+MODEL_SOURCES = ("host", "controller")
+SHORTEST_LEASE_SECONDS = 60
+
+
+@dataclass(frozen=True)
+class Project:
+    """What lies in the project's directories: patch sets by name, experiments by name with their content, ``versions.yml``."""
+
+    patch_sets: Collection[str] = ()
+    experiments: Mapping[str, Any] = field(default_factory=dict)
+    versions: Mapping[str, Any] | None = None
+
+
+def check(settings: Mapping[str, Any], project: Project) -> list[str]:
+    """Return every problem of one host's settings (variable name to value, templates resolved)."""
+
+    def mapping(name: str) -> Mapping[str, Any]:
+        value = settings.get(name)
+        return value if isinstance(value, Mapping) else {}
+
+    catalog, arms, instances = mapping("sglang_models_catalog"), mapping("sglang_server_arms"), mapping("sglang_server_instances")
+    patch_sets = settings.get("sglang_patches_sets")
+    found: list[Iterable[str]] = [
+        check_root(settings.get("aerie_root")),
+        check_results(settings.get("aerie_results")),
+        check_lease(settings.get("aerie_lease_seconds")),
+        check_catalog(catalog),
+        check_flags("sglang_server_flags", settings.get("sglang_server_flags")),
+        check_environment("sglang_server_environment", settings.get("sglang_server_environment")),
+        check_arms(arms, catalog),
+        check_instances(instances, arms, catalog),
+        check_ports(instances),
+        check_exposure(instances, settings.get("sglang_server_api_key")),
+        check_version(settings.get("sglang_release_version"), settings.get("aerie_profile"), project.versions),
+        check_patch_sets(patch_sets if isinstance(patch_sets, list) else [], project.patch_sets),
+        check_experiment(settings.get("sglang_benchmark_experiment"), project.experiments, arms, instances),
+        check_benchmark_instance(settings.get("sglang_benchmark_instance"), instances),
+    ]
+    return [problem for problems in found for problem in problems]
+
+
+def check_root(root: Any) -> Iterator[str]:
+    """The root is an absolute directory of its own, in one spelling, so that it can be compared and removed safely."""
+    if not isinstance(root, str):
+        return
+    if not root.startswith("/"):
+        yield f"aerie_root is {root!r}: it must be an absolute path, such as /opt/aerie"
+    elif posixpath.normpath(root) == "/" or root.startswith("//"):
+        yield f"aerie_root is {root!r}: everything below it is managed, so it must be a directory of its own, such as /opt/aerie"
+    elif posixpath.normpath(root) != root:
+        yield f"aerie_root is {root!r}: write it as {posixpath.normpath(root)!r}"
+    elif re.search(r"\s", root):
+        yield f"aerie_root is {root!r}: a path with white space breaks the scripts of virtual environments"
+
+
+def check_results(results: Any) -> Iterator[str]:
+    """The controller's directory is absolute, since tasks run in more than one working directory."""
+    if isinstance(results, str) and not results.startswith("/"):
+        yield f'aerie_results is {results!r}: it must be an absolute path, such as "{{{{ inventory_dir }}}}/{results}"'
+
+
+def check_lease(seconds: Any) -> Iterator[str]:
+    """A lease outlives the longest single step between two renewals."""
+    if isinstance(seconds, int) and seconds < SHORTEST_LEASE_SECONDS:
+        yield f"aerie_lease_seconds is {seconds}: another run could take the host over within a step: set {SHORTEST_LEASE_SECONDS} or more"
+
+
+def check_catalog(catalog: Mapping[str, Any]) -> Iterator[str]:
+    """Each model has a path, and says whose."""
+    for name, model in catalog.items():
+        where = f"sglang_models_catalog.{name}"
+        if not isinstance(model, Mapping):
+            yield f"{where} is {model!r}: it must be a mapping with {listing(MODEL_KEYS)}"
+            continue
+        yield from _keys(where, model, MODEL_KEYS, required=MODEL_KEYS)
+        path, source = model.get("path"), model.get("source")
+        if source is not None and source not in MODEL_SOURCES:
+            yield f"{where}.source is {source!r}: it must be {listing(MODEL_SOURCES, last='or')}{near(str(source), MODEL_SOURCES)}"
+        if isinstance(path, str) and not path.startswith("/"):
+            yield f"{where}.path is {path!r}: it must be an absolute path"
+        elif path is not None and not isinstance(path, str):
+            yield f"{where}.path is {path!r}: it must be a path"
+
+
+def check_arms(arms: Mapping[str, Any], catalog: Collection[str]) -> Iterator[str]:
+    """Each arm has known keys, a speculation that holds together, and a draft model that exists."""
+    for name, arm in arms.items():
+        where = f"sglang_server_arms.{name}"
+        yield from _name(where, name, "._-")
+        if arm is None:  # an arm of which nothing is said is the baseline
+            continue
+        if not isinstance(arm, Mapping):
+            yield f"{where} is {arm!r}: it must be a mapping with {listing(ARM_KEYS)}"
+            continue
+        yield from _keys(where, arm, ARM_KEYS)
+        yield from check_flags(f"{where}.flags", arm.get("flags"))
+        yield from check_environment(f"{where}.environment", arm.get("environment"))
+        speculation = arm.get("speculation")
+        if speculation is not None and not isinstance(speculation, Mapping):
+            yield f"{where}.speculation is {speculation!r}: it must be null or a mapping with {listing(server_flags.SPECULATION_FLAGS)}"
+            continue
+        yield from (f"{where}.{problem}" for problem in server_flags.speculation_problems(speculation))
+        draft = (speculation or {}).get("draft_model")
+        if draft is not None and draft not in catalog:
+            yield f"{where}.speculation.draft_model: {_not_in(draft, catalog, 'sglang_models_catalog')}"
+
+
+def check_instances(instances: Mapping[str, Any], arms: Collection[str], catalog: Collection[str]) -> Iterator[str]:
+    """Each instance has known keys, an arm and a model that exist, and GPUs that are numbers."""
+    for name, instance in instances.items():
+        where = f"sglang_server_instances.{name}"
+        yield from _name(where, name, "_-")
+        if not isinstance(instance, Mapping):
+            yield f"{where} is {instance!r}: it must be a mapping with {listing(INSTANCE_KEYS)}"
+            continue
+        yield from _keys(where, instance, INSTANCE_KEYS, required=("arm", "model", "port"))
+        for key, candidates, source in (("arm", arms, "sglang_server_arms"), ("model", catalog, "sglang_models_catalog")):
+            if instance.get(key) is not None and instance[key] not in candidates:
+                yield f"{where}.{key}: {_not_in(instance[key], candidates, source)}"
+        gpus = instance.get("gpus")
+        if gpus is not None and not (
+            isinstance(gpus, list) and gpus and all(_is_count(gpu) for gpu in gpus) and len(set(gpus)) == len(gpus)
+        ):
+            yield f"{where}.gpus is {gpus!r}: it must be null (all) or a list of different GPU numbers, such as [0, 1]"
+        yield from check_flags(f"{where}.flags", instance.get("flags"))
+        yield from check_environment(f"{where}.environment", instance.get("environment"))
+
+
+def check_ports(instances: Mapping[str, Any]) -> Iterator[str]:
+    """Each port is one, and no two instances of a host share it."""
+    users: dict[int, list[str]] = {}
+    for name, instance in instances.items():
+        port = instance.get("port") if isinstance(instance, Mapping) else None
+        if port is None:
+            continue
+        if not _is_count(port) or not 1 <= port <= 65535:
+            yield f"sglang_server_instances.{name}.port is {port!r}: it must be a number from 1 to 65535"
+            continue
+        users.setdefault(port, []).append(name)
+    for port, names in users.items():
+        if len(names) > 1:
+            yield f"port {port} belongs to instances {listing(names)}: give each a port of its own in sglang_server_instances"
+
+
+def check_exposure(instances: Mapping[str, Any], api_key: str | None) -> Iterator[str]:
+    """A server that others can reach asks for a key."""
+    for name, instance in instances.items():
+        host = instance.get("host") if isinstance(instance, Mapping) else None
+        if host is not None:
+            yield from launch_checks.exposure_problems(name, str(host), api_key)
+
+
+def check_flags(where: str, flags: Any) -> Iterator[str]:
+    """Flags are a mapping of names; one that has a setting of its own is set there. Their values are the release's parser to judge."""
+    if flags is None:
+        return
+    if not isinstance(flags, Mapping):
+        yield f"{where} is {flags!r}: it must be a mapping, flag to value"
+        return
+    for flag in flags:
+        if cure := server_flags.OWNED.get(server_flags.plain(str(flag))):
+            yield f"{where}.{flag}: {cure} and leave the flag out"
+
+
+def check_environment(where: str, environment: Any) -> Iterator[str]:
+    """Environment variables have names that a shell takes, and values that are texts or numbers."""
+    if environment is None:
+        return
+    if not isinstance(environment, Mapping):
+        yield f"{where} is {environment!r}: it must be a mapping, name to value"
+        return
+    for name, value in environment.items():
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", str(name)):
+            yield f"{where}: {name!r} is no name of an environment variable (letters, digits and underscores)"
+        if isinstance(value, bool):
+            yield f'{where}.{name} is {str(value).lower()} of YAML: write the text that the program reads in quotes, as "{int(value)}"'
+        elif value is not None and not isinstance(value, str | int | float):
+            yield f"{where}.{name} is {value!r}: it must be a text or a number"
+
+
+def check_version(version: Any, profile: Any, known: Mapping[str, Any] | None) -> Iterator[str]:
+    """The wanted version, or the profile's default, has a lock for the profile."""
+    if known is None or profile not in versions.PROFILES:
+        return
+    try:
+        versions.resolve(known, profile, version)
+    except AerieError as error:
+        yield f"sglang_release_version: {error}"
+
+
+def check_patch_sets(names: Iterable[Any], known: Collection[str]) -> Iterator[str]:
+    """Each patch set is there, once."""
+    seen = set()
+    for name in names:
+        if name in seen:
+            yield f"sglang_patches_sets names {name!r} twice"
+        elif name not in known:
+            yield f"sglang_patches_sets: {_not_in(name, known, 'the sets under patches/')}"
+        seen.add(name)
+
+
+def check_experiment(name: Any, experiments: Mapping[str, Any], arms: Collection[str], instances: Collection[str]) -> Iterator[str]:
+    """The experiment is there, and everything in it holds for this host."""
+    if not isinstance(name, str):
+        return
+    if name not in experiments:
+        yield f"sglang_benchmark_experiment: {_not_in(name, experiments, 'the files of experiments/')}"
+        return
+    try:
+        experiment.validate(experiments[name], arms, instances)
+    except AerieError as error:
+        yield f"experiments/{name}.yml: {error}".replace("\n", "\n  ")
+
+
+def check_benchmark_instance(name: Any, instances: Collection[str]) -> Iterator[str]:
+    """The instance to measure exists."""
+    if isinstance(name, str) and name not in instances:
+        yield f"sglang_benchmark_instance: {_not_in(name, instances, 'sglang_server_instances')}"
+
+
+def _keys(where: str, value: Mapping[str, Any], known: Collection[str], required: Iterable[str] = ()) -> Iterator[str]:
+    for key in value:
+        if key not in known:
+            yield f"{where}.{key}: no such setting{near(str(key), known)}"
+    for key in required:
+        if value.get(key) is None:
+            yield f"{where}.{key} is missing"
+
+
+def _name(where: str, name: Any, signs: str) -> Iterator[str]:
+    if not isinstance(name, str) or not re.fullmatch(rf"[A-Za-z0-9][A-Za-z0-9{re.escape(signs)}]*", name):
+        allowed = listing(repr(sign) for sign in signs)
+        yield f"{where}: the name becomes part of files and units, so it begins with a letter or digit and has only these, {allowed}"
+
+
+def _not_in(name: Any, candidates: Collection[str], source: str) -> str:
+    return f"{name!r} is not one of {source} ({listing(sorted(map(str, candidates)))}){near(str(name), map(str, candidates))}"
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0

@@ -1,0 +1,158 @@
+"""Settings that can't work are refused, each with what is wrong, where, and what to do."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+from ansible.module_utils.aerie import settings
+
+EAGLE3 = {"algorithm": "EAGLE3", "draft_model": "draft", "steps": 3, "topk": 1, "draft_tokens": 4}
+GOOD: dict[str, Any] = {
+    "aerie_profile": "cpu",
+    "aerie_root": "/opt/aerie",
+    "aerie_results": "/srv/results",
+    "aerie_lease_seconds": 900,
+    "sglang_models_catalog": {"target": {"path": "/m/t", "source": "host"}, "draft": {"path": "/m/d", "source": "controller"}},
+    "sglang_server_arms": {"baseline": {"speculation": None}, "eagle3": {"speculation": EAGLE3, "flags": {"tp-size": 2}}},
+    "sglang_server_instances": {"main": {"arm": "eagle3", "model": "target", "port": 30000, "gpus": [0, 1]}},
+    "sglang_server_environment": {"OMP_NUM_THREADS": 8},
+    "sglang_patches_sets": ["phase_profiler"],
+    "sglang_release_version": None,
+    "sglang_benchmark_experiment": "demo",
+    "sglang_benchmark_instance": "main",
+}
+BUILD = {
+    "lock": "locks/x.txt",
+    "torch": "2.13.0",
+    "torch_in_lock": True,
+    "sglang_sha256": {"3.11": "0" * 64},
+    "disk_gib": 3,
+    "verified_on": ["cpu"],
+}
+VERSIONS = {
+    "default": {"cpu": "0.5.23", "cuda": "0.5.15.post1"},
+    "supervisor": {"lock": "locks/s.txt"},
+    "versions": {"0.5.23": {"kernel": "k", "builds": {"cpu": BUILD}}, "0.5.15.post1": {"kernel": "k", "builds": {"cuda": BUILD}}},
+}
+EXPERIMENT = {
+    "name": "demo",
+    "arms": ["baseline", "eagle3"],
+    "workload": {"dataset": "random-ids", "input_len": 8, "output_len": 8, "concurrency": [1]},
+}
+PROJECT = settings.Project(["phase_profiler", "tuner"], {"demo": EXPERIMENT, "night": {**EXPERIMENT, "arms": ["eagle4"]}}, VERSIONS)
+
+
+def changed(path: str, value: Any) -> dict[str, Any]:
+    """Return the good settings with the value at the dotted ``path`` replaced."""
+    result = copy.deepcopy(GOOD)
+    *parents, last = path.split("/")
+    place = result
+    for key in parents:
+        place = place[key]
+    place[last] = value
+    return result
+
+
+def test_good_settings_have_no_problem():
+    assert settings.check(GOOD, PROJECT) == []
+
+
+def test_settings_of_roles_that_are_not_there_are_not_missed():
+    assert settings.check({}, settings.Project()) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        ("aerie_root", "opt/aerie", "aerie_root is 'opt/aerie': it must be an absolute path"),
+        ("aerie_root", "/", "aerie_root is '/': everything below it is managed"),
+        ("aerie_root", "/opt/..", "aerie_root is '/opt/..': everything below it is managed"),
+        ("aerie_root", "/opt/aerie/", "aerie_root is '/opt/aerie/': write it as '/opt/aerie'"),
+        ("aerie_root", "/opt/my aerie", "white space"),
+        ("aerie_results", "results", "aerie_results is 'results': it must be an absolute path"),
+        ("aerie_lease_seconds", 5, "aerie_lease_seconds is 5"),
+        ("sglang_models_catalog/target/sourc", "host", "sglang_models_catalog.target.sourc: no such setting; did you mean 'source'?"),
+        ("sglang_models_catalog/target/source", "hosts", "source is 'hosts': it must be host or controller; did you mean 'host'?"),
+        ("sglang_models_catalog/target/source", None, "sglang_models_catalog.target.source is missing"),
+        ("sglang_models_catalog/target/path", "models/t", "path is 'models/t': it must be an absolute path"),
+        ("sglang_models_catalog/target", "/m/t", "sglang_models_catalog.target is '/m/t': it must be a mapping with path and source"),
+        ("sglang_server_arms/eagle3/flag", {}, "sglang_server_arms.eagle3.flag: no such setting; did you mean 'flags'?"),
+        (
+            "sglang_server_arms/eagle3/speculation/draft_model",
+            "drafts",
+            "draft_model: 'drafts' is not one of sglang_models_catalog (draft and target); did",
+        ),
+        ("sglang_server_arms/eagle3/speculation/draft_tokens", 6, "sglang_server_arms.eagle3.speculation: topk 1 drafts a chain"),
+        ("sglang_server_arms/eagle3/speculation", "EAGLE3", "speculation is 'EAGLE3': it must be null or a mapping"),
+        ("sglang_server_arms/eagle3/flags", ["tp-size"], "sglang_server_arms.eagle3.flags is ['tp-size']: it must be a mapping"),
+        (
+            "sglang_server_arms/eagle3/flags",
+            {"port": 1},
+            "sglang_server_arms.eagle3.flags.port: set the instance's port and leave the flag out",
+        ),
+        ("sglang_server_arms/eagle 3", {}, "the name becomes part of files and units"),
+        (
+            "sglang_server_instances/a.b",
+            {"arm": "eagle3", "model": "target", "port": 1},
+            "sglang_server_instances.a.b: the name becomes part of files and units",
+        ),
+        ("sglang_server_instances/main/arm", "eagle", "sglang_server_instances.main.arm: 'eagle' is not one of sglang_server_arms"),
+        ("sglang_server_instances/main/model", "targe", "did you mean 'target'?"),
+        ("sglang_server_instances/main/ports", 1, "sglang_server_instances.main.ports: no such setting; did you mean 'port'?"),
+        ("sglang_server_instances/main/port", None, "sglang_server_instances.main.port is missing"),
+        ("sglang_server_instances/main/port", 70000, "port is 70000: it must be a number from 1 to 65535"),
+        ("sglang_server_instances/main/port", True, "port is True: it must be a number"),
+        ("sglang_server_instances/main/gpus", [0, 0], "gpus is [0, 0]: it must be null (all) or a list of different GPU numbers"),
+        ("sglang_server_instances/main/host", "0.0.0.0", "set sglang_server_api_key"),
+        (
+            "sglang_server_instances/second",
+            {"arm": "eagle3", "model": "target", "port": 30000},
+            "port 30000 belongs to instances main and second",
+        ),
+        ("sglang_server_environment/OMP_NUM_THREADS", True, 'write the text that the program reads in quotes, as "1"'),
+        ("sglang_server_environment/A-B", 1, "'A-B' is no name of an environment variable"),
+        ("sglang_server_environment/A", [1], "sglang_server_environment.A is [1]: it must be a text or a number"),
+        (
+            "sglang_patches_sets",
+            ["phase_profile"],
+            "'phase_profile' is not one of the sets under patches/ (phase_profiler and tuner); did you mean 'phase",
+        ),
+        ("sglang_patches_sets", ["tuner", "tuner"], "sglang_patches_sets names 'tuner' twice"),
+        ("sglang_release_version", "0.5.24", "SGLang 0.5.24 has no lock for profile cpu"),
+        ("sglang_release_version", "0.5.15.post1", "has no lock for profile cpu (it has one for cuda)"),
+        ("sglang_benchmark_experiment", "demos", "'demos' is not one of the files of experiments/ (demo and night); did you mean 'demo'?"),
+        (
+            "sglang_benchmark_experiment",
+            "night",
+            "experiments/night.yml: experiment 'demo': arms: 'eagle4' is not one of sglang_server_arms",
+        ),
+        ("sglang_benchmark_instance", "mian", "sglang_benchmark_instance: 'mian' is not one of sglang_server_instances (main)"),
+    ],
+)
+def test_each_mistake_is_one_problem_that_says_where(path, value, message):
+    problems = settings.check(changed(path, value), PROJECT)
+    assert [problem for problem in problems if message in problem], problems
+    assert len(problems) == 1
+
+
+def test_an_api_key_opens_a_server_to_others_and_is_never_shown():
+    opened = changed("sglang_server_instances/main/host", "0.0.0.0") | {"sglang_server_api_key": "s3cret"}
+    assert settings.check(opened, PROJECT) == []
+    assert "s3cret" not in str(settings.check(opened | {"aerie_root": "x"}, PROJECT))
+
+
+def test_all_mistakes_are_told_at_once():
+    wrong = changed("sglang_server_instances/main/arm", "nope") | {
+        "aerie_root": "/",
+        "sglang_patches_sets": ["nope"],
+        "sglang_release_version": "9",
+    }
+    assert len(settings.check(wrong, PROJECT)) == 4
+
+
+@pytest.mark.parametrize("name", [name for name, value in GOOD.items() if isinstance(value, dict | list)])
+@pytest.mark.parametrize("value", [None, "text", 3, [1], {"x": None}])
+def test_a_value_of_another_type_never_breaks_the_check(name, value):
+    settings.check(GOOD | {name: value}, PROJECT)
