@@ -1,0 +1,63 @@
+"""The demo's host in .cache/e2e: environments are kept between runs of the tests, everything else is made anew."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runs import PROJECT, Run, playbook, processes_of
+
+KEPT = {"environments", "packages"}  # addressed by what they were made from, so an old one is as good as a new one
+
+
+@dataclass(frozen=True)
+class Demo:
+    root: Path
+    results: Path
+    port: int
+    variables: dict[str, Any]
+    scratch: Path
+
+    def run(self, *arguments: str, **more: Any) -> Run:
+        return playbook(*arguments, variables=self.variables | more, scratch=self.scratch)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture(scope="session")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Demo]:
+    directory = PROJECT / ".cache/e2e"
+    root, results = directory / "host", directory / "results"
+    port = free_port()
+    variables = {
+        "aerie_root": str(root),
+        "aerie_results": str(results),
+        "sglang_benchmark_experiment": "smoke",
+        "sglang_server_instances": {"main": {"arm": "eagle3", "model": "target", "port": port}},
+    }
+    made = Demo(root, results, port, variables, tmp_path_factory.mktemp("runs"))
+    if processes_of(root):  # an earlier run of the tests was cut off
+        made.run("playbooks/stop.yml", aerie_lease_break=True)
+    for path in root.glob("*"):
+        if path.name not in KEPT:
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+    shutil.rmtree(results, ignore_errors=True)
+    yield made
+    if processes_of(root):
+        made.run("playbooks/stop.yml", aerie_lease_break=True)
+
+
+@pytest.fixture(scope="session")
+def deployed(demo: Demo) -> Run:
+    """The first run of everything."""
+    return demo.run("deploy_eagle3.yml").require_success()

@@ -1,0 +1,114 @@
+"""The demo keeps its promise on this machine: one command serves, measures and reports; again, it changes nothing; stop stops."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import urllib.request
+
+import pytest
+
+from runs import processes_of, snapshot
+
+MODULE_CALLS = 25
+LOOKED_AT = {"gpu_host_info", "model_identity", "sglang_environment", "sglang_release", "source_patch", "sglang_server"}
+
+
+def generate(port: int) -> str:
+    body = json.dumps({"text": "import os", "sampling_params": {"max_new_tokens": 8, "temperature": 0}}).encode()
+    request = urllib.request.Request(f"http://127.0.0.1:{port}/generate", body, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return json.load(answer)["text"]
+
+
+@pytest.fixture(scope="module")
+def second(deployed, demo):
+    return demo.run("deploy_eagle3.yml", "--skip-tags", "benchmark").require_success()
+
+
+def test_one_command_measures_every_cell_and_reports(deployed, demo):
+    outcomes = [json.loads(path.read_text())["status"] for path in demo.results.glob("smoke/*/localhost/*/outcome.json")]
+    assert outcomes == ["completed"] * 6  # two arms at two levels, and the profile of one arm at both
+    page = (demo.results / "report.html").read_text()
+    assert "eagle3" in page
+    assert "baseline" in page
+
+
+def test_the_server_generates(deployed, demo):
+    assert generate(demo.port)
+
+
+def test_a_second_run_changes_nothing_with_few_module_calls(second):
+    assert second.changed == {}
+    assert second.stats["localhost"]["changed"] == 0
+    assert set(second.calls["localhost"]) >= LOOKED_AT, "nothing may be unchanged because it was left out"
+    assert len(second.calls["localhost"]) <= MODULE_CALLS, json.dumps(second.calls, indent=1)
+
+
+def test_a_check_foresees_no_change(second, demo):
+    run = demo.run("deploy_eagle3.yml", "--check", "--diff", "--skip-tags", "benchmark").require_success()
+    assert run.changed == {}
+
+
+def test_the_ledger_rebuilt_from_raw_files_is_the_same(deployed, demo, tmp_path):
+    """Raw is truth: the ledger holds nothing that the files of the cells don't."""
+    copy = tmp_path / "results"
+    shutil.copytree(demo.results, copy)
+    ledger = copy / "ledger.sqlite"
+    before = ledger_rows(ledger)
+    assert len(before) == 6
+    ledger.unlink()
+    for record in copy.glob("smoke/*/*/*/record.json"):
+        record.unlink()
+    demo.run("playbooks/report.yml", aerie_results=str(copy)).require_success()
+    assert ledger_rows(ledger) == before
+
+
+def ledger_rows(ledger) -> list[str]:
+    program = """
+import sqlite3, sys
+with sqlite3.connect(sys.argv[1]) as ledger:
+    tables = [name for (name,) in ledger.execute("select name from sqlite_master where type = 'table' order by name")]
+    for table in tables:
+        for row in ledger.execute(f"select * from {table} order by 1"):
+            print(table, row)
+"""
+    argv = [sys.executable, "-c", program, str(ledger)]
+    return sorted(subprocess.run(argv, capture_output=True, text=True, check=True).stdout.splitlines())
+
+
+BAD_INPUT = [
+    ({"sglang_server_armz": {}}, "sglang_server_arms"),
+    ({"aerie_profile": "gpu"}, "cuda, cpu"),
+    ({"sglang_release_version": "9.9.9"}, "9.9.9"),
+    ({"sglang_benchmark_experiment": "smoked"}, "did you mean 'smoke'"),
+    ({"sglang_server_instances": {"main": {"arm": "eagle", "model": "target", "port": 30000}}}, "did you mean 'eagle3'"),
+    ({"sglang_server_instances": {"main": {"arm": "eagle3", "model": "targets", "port": 30000}}}, "did you mean 'target'"),
+    ({"sglang_server_instances": {"main": {"arm": "eagle3", "model": "target", "port": "many"}}}, "port"),
+    ({"sglang_patches_sets": ["phase_profilr"]}, "phase_profiler"),
+    ({"sglang_server_flags": {"max_runing_requests": 8}}, "max_running_requests"),
+]
+
+
+@pytest.fixture(scope="module")
+def stopped(deployed, demo):
+    """A host on which nothing runs, so that whatever changes on it was changed by the refused run."""
+    return demo.run("playbooks/stop.yml").require_success()
+
+
+@pytest.mark.parametrize(("variables", "text"), BAD_INPUT, ids=lambda value: next(iter(value)) if isinstance(value, dict) else None)
+def test_what_can_not_be_meant_is_refused_before_anything_changes(stopped, demo, variables, text):
+    before = snapshot(demo.root)
+    run = demo.run("deploy_eagle3.yml", **variables)
+    assert run.status != 0
+    assert text.replace("_", "-") in run.output.replace("_", "-")
+    assert snapshot(demo.root) == before
+
+
+def test_stop_leaves_no_process_and_start_brings_the_server_back(deployed, demo):
+    demo.run("playbooks/start.yml").require_success()
+    assert generate(demo.port)
+    demo.run("playbooks/stop.yml").require_success()
+    assert processes_of(demo.root) == []
