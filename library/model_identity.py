@@ -31,6 +31,14 @@ options:
     description: Where files that were sent have arrived; the action plugin of this module fills it in.
     type: dict
     default: {}
+  arms:
+    description: The arms, by name, whose drafts must fit the targets; C(sglang_server_arms).
+    type: dict
+    default: {}
+  instances:
+    description: The instances, by name, that say which model is served with which arm; C(sglang_server_instances).
+    type: dict
+    default: {}
   lease:
     description: The lease of this run on the host, as M(host_lease) returned it; renewed before anything is changed.
     type: dict
@@ -87,6 +95,8 @@ def main() -> None:
             "models": {"type": "dict", "default": {}},
             "manifests": {"type": "dict", "default": {}},
             "incoming": {"type": "dict", "default": {}},
+            "arms": {"type": "dict", "default": {}},
+            "instances": {"type": "dict", "default": {}},
             "lease": {"type": "dict"},
         },
         supports_check_mode=True,
@@ -123,6 +133,9 @@ def converge(module: AnsibleModule) -> dict[str, Any]:
         except AerieError as error:
             found.append(f"{name}: {error}")
     raise_all(found, "sglang_models_catalog")
+    models = {name: wanted.get(name) or model_identity.read(Path(entry["path"]), cache) for name, entry in catalog.items()}
+    configs = {name: model.config for name, model in models.items()}
+    raise_all(model_identity.fit_problems(configs, params["arms"], params["instances"]), "these models don't go together")
     changed = any(absent.values())
     incoming: dict[str, dict[str, str]] = params["incoming"]
     if incoming and not module.check_mode:
@@ -130,7 +143,6 @@ def converge(module: AnsibleModule) -> dict[str, Any]:
         for name, files in incoming.items():
             model_identity.receive(wanted[name].path, wanted[name], {file: Path(path) for file, path in files.items()})
             absent[name] = []
-    models = {name: wanted.get(name) or model_identity.read(Path(entry["path"]), cache) for name, entry in catalog.items()}
     if not module.check_mode:
         for name, model in models.items():
             if not absent.get(name):

@@ -22,8 +22,8 @@ options:
     type: path
   state:
     description:
-      - V(present) brings the ledger in step with the records, in one transaction.
-      - V(rebuilt) makes a new file from the records unless the present one is whole and in step.
+      - V(present) makes records that are missing from their cells' raw files, and brings the ledger in step, in one transaction.
+      - V(rebuilt) makes every record anew from its raw files, and a new ledger unless the present one is whole and in step.
     type: str
     choices: [present, rebuilt]
     default: present
@@ -75,6 +75,12 @@ removed:
   returned: success
   type: int
   sample: 0
+made:
+  description: Records that were made from a cell's raw files, since they were missing or, with O(state=rebuilt), said something else.
+  returned: success
+  type: list
+  elements: str
+  sample: [demo/20260102T030405Z/gpu-01/eagle3-c1-r1/record.json]
 remade:
   description: Why the file was made anew; null where it wasn't.
   returned: success
@@ -98,7 +104,7 @@ problems:
 from dataclasses import asdict
 from pathlib import Path
 
-from ansible.module_utils.aerie import ledger
+from ansible.module_utils.aerie import collection, ledger
 from ansible.module_utils.aerie.errors import AerieError
 from ansible.module_utils.basic import AnsibleModule
 
@@ -113,12 +119,14 @@ def main() -> None:
         supports_check_mode=True,
     )
     results = Path(module.params["results"])
+    rebuilding = module.params["state"] == "rebuilt"
     file = Path(module.params["ledger"] or results / ledger.LEDGER_NAME)
     try:
+        made = collection.remake(results, everything=rebuilding, write=not module.check_mode)
         wanted = ledger.scan(results)
         change = ledger.plan(file, wanted)
         if change.any and not module.check_mode:
-            if module.params["state"] == "rebuilt":
+            if rebuilding:
                 ledger.rebuild(file, wanted)
             else:
                 ledger.apply(file, wanted, change)
@@ -129,7 +137,8 @@ def main() -> None:
     for problem in wanted.problems:
         module.warn(f"left out of the ledger: {problem}")
     module.exit_json(
-        changed=change.any,
+        changed=change.any or bool(made),
+        made=made,
         ledger=str(file),
         records=len(wanted.records),
         runs=len(ledger.runs(wanted)),

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 PROJECT = Path(__file__).resolve().parents[1]
+HOST_OF_TESTS = PROJECT / ".cache/e2e/host"
+"""This machine as a host of the tests: its environments are kept between runs."""
 
 PROCESSES_OF = r"""
 import os, pathlib, sys
@@ -85,6 +87,8 @@ def snapshot(root: Path) -> dict[str, str]:
             what = f"link to {path.readlink()}"
         elif path.is_dir():
             what = "directory"
+        elif not path.is_file():
+            what = "a socket or pipe"
         elif about.st_size > 1 << 20:
             what = f"{about.st_size} bytes of {about.st_mtime_ns}"
         else:

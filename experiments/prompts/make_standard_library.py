@@ -17,7 +17,7 @@ import sys
 import sysconfig
 from pathlib import Path
 
-ENTRIES = 64
+ENTRIES = 640  # ten for each of 64 clients
 FIRST_FILES = 150  # train.py of the tiny pair read the first 150 in order of name
 SHORTEST, LONGEST = 150, 400  # characters of a prompt: some 50 to 150 tokens of the tiny vocabulary
 ANSWER = 300
@@ -38,13 +38,19 @@ def main() -> None:
     """Write the entries to the file named on the command line."""
     chance = random.Random(SEED)
     files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))[:FIRST_FILES]
-    chance.shuffle(files)
-    entries = []
-    for path in files:
-        found = excerpt(path.read_text(encoding="utf-8", errors="ignore"), chance)
-        if found and len(entries) < ENTRIES:
-            turns = [{"from": "human", "value": found[0]}, {"from": "gpt", "value": found[1]}]
-            entries.append({"id": f"{path.name}-{len(entries)}", "conversations": turns})
+    # _sysconfigdata holds the paths of the machine that Python was built on
+    texts = {path.name: path.read_text(encoding="utf-8", errors="ignore") for path in files if not path.name.startswith("_sysconfigdata")}
+    entries: list[dict[str, object]] = []
+    seen = set()
+    for _ in range(ENTRIES):  # rounds over all files; far fewer are needed
+        for name in chance.sample(sorted(texts), len(texts)):
+            found = excerpt(texts[name], chance)
+            if found and found[0] not in seen and len(entries) < ENTRIES:
+                seen.add(found[0])
+                turns = [{"from": "human", "value": found[0]}, {"from": "gpt", "value": found[1]}]
+                entries.append({"id": f"{name}-{len(entries)}", "conversations": turns})
+        if len(entries) == ENTRIES:
+            break
     if len(entries) < ENTRIES:
         sys.exit(f"only {len(entries)} of {ENTRIES} excerpts found below {sysconfig.get_paths()['stdlib']}: is this a full Python?")
     Path(sys.argv[1]).write_text(json.dumps(entries, indent=1) + "\n", encoding="utf-8")

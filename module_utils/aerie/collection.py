@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from ansible.module_utils.aerie import files, records
+from ansible.module_utils.aerie import bench_runner, files, records
 from ansible.module_utils.aerie.errors import AerieError
 
 
@@ -43,6 +43,24 @@ def collect(runs: Path, run_id: str | None, *, write: bool) -> Collected:
         everything = {**record["raw"], records.RECORD: {"bytes": len(text.encode()), "sha256": files.sha256_bytes(text.encode())}}
         manifest += [{"path": f"{path}/{name}", "place": f"{place}/{name}", **facts} for name, facts in everything.items()]
     return Collected(tuple(made), tuple(written), tuple(manifest))
+
+
+def remake(results: Path, *, everything: bool, write: bool) -> list[str]:
+    """Make records anew from the raw files of cells below ``results``: those that lack one, or ``everything``; return what changed.
+
+    What a record says follows from the raw files alone, so it comes out the same, byte for byte.
+    """
+    changed = []
+    for definition in sorted(results.rglob(bench_runner.DEFINITION)):
+        cell, target = definition.parent, definition.parent / records.RECORD
+        if target.exists() and not everything:
+            continue
+        text = records.dump(records.make(cell))
+        if not target.exists() or target.read_text() != text:
+            changed.append(target.relative_to(results).as_posix())
+            if write:
+                files.write_atomic(target, text)
+    return changed
 
 
 def missing(manifest: Iterable[Mapping[str, Any]], dest: Path) -> list[dict[str, Any]]:

@@ -250,9 +250,9 @@ def make_environment(path: Path, spec: Spec, interpreter: Interpreter, source: S
     if not spec.torch_in_lock:
         progress.update(f"installing torch {spec.torch}")
         # A CPU build has another hash in every index, so it can't be in a lock; what came is checked instead.
-        pip.run(["install", "--no-deps", f"torch=={spec.torch}"], f"torch {spec.torch} could not be installed")
+        _install_torch(pip, spec)
         check_torch(site_packages, spec)
-        pip = replace(pip, extra=False)  # an extra index that can't be reached costs a minute once, not once for each package
+        pip = replace(pip, extra=False)
     total = count_packages(spec.lock_text)
     collected: list[str] = []
 
@@ -448,6 +448,16 @@ def _write_stand_in(site_packages: Path, name: str, text: str) -> None:
     path.write_text(text)
 
 
+def _install_torch(pip: _Pip, spec: Spec) -> None:
+    """Install torch, asking the extra indexes too; where they are in the way (a network that swallows packets), without them."""
+    arguments, failure = ["install", "--no-deps", f"torch=={spec.torch}"], f"torch {spec.torch} could not be installed"
+    if pip.source.extra_index_urls and not pip.source.wheels:
+        with contextlib.suppress(AerieError):
+            replace(pip, retries=1, timeout=15).run(arguments, failure)
+            return
+    replace(pip, extra=False).run(arguments, failure)
+
+
 @dataclass(frozen=True)
 class _Pip:
     """The pip of one environment and where it takes packages from."""
@@ -456,11 +466,12 @@ class _Pip:
     source: Source
     extra: bool
     retries: int = 5
+    timeout: int = 60
 
     def run(self, arguments: list[str], failure: str, tell: Callable[[str], None] | None = None) -> None:
         """Run pip, giving every line of its output to ``tell``; raise with ``failure`` and pip's last words."""
         argv = [str(self.python), "-m", "pip", *arguments, *self.source.options(extra=self.extra)]
-        argv += ["--retries", str(self.retries), "--timeout", "60", "--no-input", "--progress-bar", "off", "--no-color"]
+        argv += ["--retries", str(self.retries), "--timeout", str(self.timeout), "--no-input", "--progress-bar", "off", "--no-color"]
         lines: list[str] = []
         with subprocess.Popen(
             argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", env=clean_environ()

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ansible.module_utils.aerie import launch_checks
 from ansible.module_utils.aerie.errors import AerieError
 from ansible.module_utils.aerie.files import canonical_hash, fsync_dir, read_json, sha256_file, write_json
 from ansible.module_utils.aerie.paths import HostPaths
@@ -222,6 +223,27 @@ def receive(directory: Path, wanted: Model, incoming: Mapping[str, Path]) -> Non
         beside.chmod(0o644)
         beside.replace(directory / name)
     fsync_dir(directory)
+
+
+def fit_problems(configs: Mapping[str, Mapping[str, Any]], arms: Mapping[str, Any], instances: Mapping[str, Any]) -> list[str]:
+    """Return why a draft can't speculate for the target that it would be served with.
+
+    ``configs`` are the models' config.json by name. Every arm may be measured on the host's model where there is one model only;
+    with several, an instance's own arm must fit.
+    """
+    targets = {str(instance["model"]) for instance in instances.values()}
+    pairs = {(str(instance["model"]), str(instance["arm"])) for instance in instances.values()}
+    if len(targets) == 1:
+        pairs |= {(next(iter(targets)), name) for name in arms}
+    found: list[str] = []
+    for target_name, arm_name in sorted(pairs):
+        speculation = (arms.get(arm_name) or {}).get("speculation") or {}
+        draft_name = speculation.get("draft_model")
+        if target_name in configs and isinstance(draft_name, str) and draft_name in configs:
+            algorithm = str(speculation.get("algorithm", "")).upper()
+            problems = launch_checks.draft_problems(algorithm, target_name, configs[target_name], draft_name, configs[draft_name])
+            found += [f"arm {arm_name}: {problem}" for problem in problems]
+    return found
 
 
 def target(paths: HostPaths, source: str) -> Path:

@@ -216,11 +216,14 @@ class _Planner:
             self.problems.append(str(error))
             return None
 
-    def refuse(self, path: str, found: bytes | None, original: bytes | None) -> None:
+    def refuse(self, path: str, found: bytes | None, original: bytes | None, hooks: Sequence[Hook] = ()) -> None:
         recorded = self.tree.record.get(path)
         known = "the wheel's RECORD" if recorded else "any record: the package has none for it"
         message = f"{path}: unknown content (sha256 {_hash(found)}), which is neither that of {known} nor what Aerie wrote"
-        if original is not None:
+        written = anchors.derive(original, hooks, path)[0] if original is not None and path in self.entries else None
+        if written is not None and sha256_bytes(written.data) == self.entries[path]["after"]:
+            message += f"; against what Aerie wrote:\n{unified(path, written.data, found, DIFF_LINES)}"
+        elif original is not None:
             message += f"; against the original:\n{unified(path, original, found, DIFF_LINES)}"
         advice = (
             "to have it restored from the kept original"
@@ -241,7 +244,7 @@ class _Planner:
             return None
         if state == UNKNOWN:
             if not self.accept_unknown:
-                self.refuse(path, found, original)
+                self.refuse(path, found, original, hooks)
                 return None
             if path in self.entries and original is not None:
                 self.warnings.append(

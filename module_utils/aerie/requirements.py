@@ -152,9 +152,9 @@ def check_models(info: Mapping[str, Any], models: Mapping[str, str]) -> list[str
 
 
 def check_disk(info: Mapping[str, Any], wanted: Wanted) -> list[str]:
-    """There is room at the root; little is needed where a release is already."""
+    """There is room at the root; unless told otherwise, little is needed where a release is already."""
     needed = PROFILE_NEEDS[wanted.profile].disk_gib if wanted.disk_gib is None else wanted.disk_gib
-    if info["paths"][f"{wanted.root}/current"]["exists"]:
+    if wanted.disk_gib is None and info["paths"][f"{wanted.root}/current"]["exists"]:
         needed = min(needed, RELEASE_EXISTS_DISK_GIB)
     root = info["paths"][wanted.root]
     if root["free_bytes"] >= needed * GIB:

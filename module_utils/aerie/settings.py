@@ -10,26 +10,31 @@ import posixpath
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from ansible.module_utils.aerie import experiment, launch_checks, server_flags, versions
+from ansible.module_utils.aerie import datasets, experiment, launch_checks, server_flags, versions
 from ansible.module_utils.aerie.errors import AerieError
 from ansible.module_utils.aerie.words import listing, near
 
 ARM_KEYS = ("description", "speculation", "flags", "environment")
 INSTANCE_KEYS = ("arm", "model", "port", "host", "gpus", "flags", "environment", "description")
-MODEL_KEYS = ("path", "source")
+MODEL_KEYS = ("path", "source", "weights")
 MODEL_SOURCES = ("host", "controller")
 SHORTEST_LEASE_SECONDS = 60
 
 
 @dataclass(frozen=True)
 class Project:
-    """What lies in the project's directories: patch sets by name, experiments by name with their content, ``versions.yml``."""
+    """What lies in the project's directories: patch sets by name, experiments by name with their content, ``versions.yml``.
+
+    Paths in experiments are relative to ``root``.
+    """
 
     patch_sets: Collection[str] = ()
     experiments: Mapping[str, Any] = field(default_factory=dict)
     versions: Mapping[str, Any] | None = None
+    root: Path = Path()
 
 
 def check(settings: Mapping[str, Any], project: Project) -> list[str]:
@@ -54,7 +59,7 @@ def check(settings: Mapping[str, Any], project: Project) -> list[str]:
         check_exposure(instances, settings.get("sglang_server_api_key")),
         check_version(settings.get("sglang_release_version"), settings.get("aerie_profile"), project.versions),
         check_patch_sets(patch_sets if isinstance(patch_sets, list) else [], project.patch_sets),
-        check_experiment(settings.get("sglang_benchmark_experiment"), project.experiments, arms, instances),
+        check_experiment(settings.get("sglang_benchmark_experiment"), project, arms, instances),
         check_benchmark_instance(settings.get("sglang_benchmark_instance"), instances),
     ]
     return [problem for problems in found for problem in problems]
@@ -93,7 +98,7 @@ def check_catalog(catalog: Mapping[str, Any]) -> Iterator[str]:
         if not isinstance(model, Mapping):
             yield f"{where} is {model!r}: it must be a mapping with {listing(MODEL_KEYS)}"
             continue
-        yield from _keys(where, model, MODEL_KEYS, required=MODEL_KEYS)
+        yield from _keys(where, model, MODEL_KEYS, required=("path", "source"))
         path, source = model.get("path"), model.get("source")
         if source is not None and source not in MODEL_SOURCES:
             yield f"{where}.source is {source!r}: it must be {listing(MODEL_SOURCES, last='or')}{near(str(source), MODEL_SOURCES)}"
@@ -220,15 +225,17 @@ def check_patch_sets(names: Iterable[Any], known: Collection[str]) -> Iterator[s
         seen.add(name)
 
 
-def check_experiment(name: Any, experiments: Mapping[str, Any], arms: Collection[str], instances: Collection[str]) -> Iterator[str]:
-    """The experiment is there, and everything in it holds for this host."""
+def check_experiment(name: Any, project: Project, arms: Collection[str], instances: Collection[str]) -> Iterator[str]:
+    """The experiment is there, everything in it holds for this host, and its data set can be sent."""
     if not isinstance(name, str):
         return
-    if name not in experiments:
-        yield f"sglang_benchmark_experiment: {_not_in(name, experiments, 'the files of experiments/')}"
+    if name not in project.experiments:
+        yield f"sglang_benchmark_experiment: {_not_in(name, project.experiments, 'the files of experiments/')}"
         return
     try:
-        experiment.validate(experiments[name], arms, instances)
+        wanted = experiment.validate(project.experiments[name], arms, instances)
+        if wanted.workload.path:
+            datasets.check(project.root / wanted.workload.path, wanted.most_requests)
     except AerieError as error:
         yield f"experiments/{name}.yml: {error}".replace("\n", "\n  ")
 

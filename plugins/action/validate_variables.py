@@ -77,6 +77,7 @@ class ActionModule(ActionBase):
             patch_sets=[path.parent.name for path in sorted(project.glob("patches/*/patchset.yml"))],
             experiments={path.stem: self._load(path) for path in sorted(project.glob("experiments/*.yml"))},
             versions=self._load(versions) if versions.exists() else None,
+            root=project,
         )
 
 

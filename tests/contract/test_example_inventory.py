@@ -19,6 +19,7 @@ sys.path.insert(0, str(PROJECT / "plugins"))
 from ansible.module_utils.aerie import release, server_flags, versions  # noqa: E402
 
 import aerie_controller  # noqa: E402, F401  makes the cores importable
+from runs import HOST_OF_TESTS, playbook  # noqa: E402
 
 pytestmark = pytest.mark.contract
 CACHE = Path(os.environ.get("AERIE_CACHE", PROJECT / ".cache"))
@@ -39,13 +40,12 @@ print(json.dumps([vars(parser.parse_args(line)) for line in json.load(sys.stdin)
 
 
 @pytest.fixture(scope="session")
-def python() -> Path:
-    """The CPU profile's environment: the demo's, or the one that AERIE_CPU_PYTHON names."""
-    named = os.environ.get("AERIE_CPU_PYTHON")
-    found = [Path(named)] if named else sorted(PROJECT.glob(".aerie/environments/*/bin/python"))
-    if not found:
-        pytest.fail("no CPU environment: run `ansible-playbook playbooks/install.yml`, or set AERIE_CPU_PYTHON to the python of one")
-    return found[0]
+def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The CPU profile's environment: that of the host of the end-to-end tests, made if it isn't there yet."""
+    variables = {"aerie_root": str(HOST_OF_TESTS), "aerie_lease_break": True}
+    playbook("playbooks/install.yml", variables=variables, scratch=tmp_path_factory.mktemp("install")).require_success()
+    newest = max(HOST_OF_TESTS.glob("environments/cpu-*/.aerie-environment.json"), key=lambda marker: marker.stat().st_mtime)
+    return newest.parent / "bin/python"
 
 
 def unpacked(build: versions.Build, python: Path) -> Path:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from runs import PROJECT, Run, playbook, processes_of
+from runs import HOST_OF_TESTS, Run, playbook, processes_of
 
 KEPT = {"environments", "packages"}  # addressed by what they were made from, so an old one is as good as a new one
 
@@ -36,8 +36,7 @@ def free_port() -> int:
 
 @pytest.fixture(scope="session")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Demo]:
-    directory = PROJECT / ".cache/e2e"
-    root, results = directory / "host", directory / "results"
+    root, results = HOST_OF_TESTS, HOST_OF_TESTS.with_name("results")
     port = free_port()
     variables = {
         "aerie_root": str(root),

@@ -10,7 +10,7 @@ import urllib.request
 
 import pytest
 
-from runs import processes_of, snapshot
+from runs import processes_of
 
 MODULE_CALLS = 25
 LOOKED_AT = {"gpu_host_info", "model_identity", "sglang_environment", "sglang_release", "source_patch", "sglang_server"}
@@ -58,11 +58,14 @@ def test_the_ledger_rebuilt_from_raw_files_is_the_same(deployed, demo, tmp_path)
     shutil.copytree(demo.results, copy)
     ledger = copy / "ledger.sqlite"
     before = ledger_rows(ledger)
-    assert len(before) == 6
+    assert sum("eagle3" in row or "baseline" in row for row in before) >= 6
+    records = {path: path.read_bytes() for path in copy.glob("smoke/*/*/*/record.json")}
+    assert len(records) == 6
     ledger.unlink()
-    for record in copy.glob("smoke/*/*/*/record.json"):
+    for record in records:
         record.unlink()
     demo.run("playbooks/report.yml", aerie_results=str(copy)).require_success()
+    assert {path: path.read_bytes() for path in records} == records
     assert ledger_rows(ledger) == before
 
 
@@ -77,34 +80,6 @@ with sqlite3.connect(sys.argv[1]) as ledger:
 """
     argv = [sys.executable, "-c", program, str(ledger)]
     return sorted(subprocess.run(argv, capture_output=True, text=True, check=True).stdout.splitlines())
-
-
-BAD_INPUT = [
-    ({"sglang_server_armz": {}}, "sglang_server_arms"),
-    ({"aerie_profile": "gpu"}, "cuda, cpu"),
-    ({"sglang_release_version": "9.9.9"}, "9.9.9"),
-    ({"sglang_benchmark_experiment": "smoked"}, "did you mean 'smoke'"),
-    ({"sglang_server_instances": {"main": {"arm": "eagle", "model": "target", "port": 30000}}}, "did you mean 'eagle3'"),
-    ({"sglang_server_instances": {"main": {"arm": "eagle3", "model": "targets", "port": 30000}}}, "did you mean 'target'"),
-    ({"sglang_server_instances": {"main": {"arm": "eagle3", "model": "target", "port": "many"}}}, "port"),
-    ({"sglang_patches_sets": ["phase_profilr"]}, "phase_profiler"),
-    ({"sglang_server_flags": {"max_runing_requests": 8}}, "max_running_requests"),
-]
-
-
-@pytest.fixture(scope="module")
-def stopped(deployed, demo):
-    """A host on which nothing runs, so that whatever changes on it was changed by the refused run."""
-    return demo.run("playbooks/stop.yml").require_success()
-
-
-@pytest.mark.parametrize(("variables", "text"), BAD_INPUT, ids=lambda value: next(iter(value)) if isinstance(value, dict) else None)
-def test_what_can_not_be_meant_is_refused_before_anything_changes(stopped, demo, variables, text):
-    before = snapshot(demo.root)
-    run = demo.run("deploy_eagle3.yml", **variables)
-    assert run.status != 0
-    assert text.replace("_", "-") in run.output.replace("_", "-")
-    assert snapshot(demo.root) == before
 
 
 def test_stop_leaves_no_process_and_start_brings_the_server_back(deployed, demo):

@@ -69,7 +69,7 @@ def test_the_server_runs_the_patched_release(second, targets):
     find = f"import importlib.util as u; [print(u.find_spec(name).origin) for name in {modules}]"
     for host in targets.hosts:
         release = targets.on(host, f"readlink -f {ROOT}/current")
-        places = targets.on(host, f'{ROOT}/current/bin/python -c "{find}"').splitlines()
+        places = targets.on(host, f'{release}/bin/python -c "{find}"').splitlines()
         assert [place for place in places if not place.startswith(f"{release}/")] == []
         assert json.loads(targets.on(host, f"cat {release}/release.json"))["verified"] is True
         pid = targets.on(host, "systemctl show --property MainPID --value sglang@main")

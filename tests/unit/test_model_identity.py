@@ -203,6 +203,40 @@ def test_files_that_we_never_sent_are_named_and_kept(make, run, tmp_path):
     assert (mine / "other.safetensors").exists()
 
 
+EAGLE3 = {"speculation": {"algorithm": "EAGLE3", "draft_model": "draft"}}
+DRAFT = {**CONFIG, "architectures": ["LlamaForCausalLMEagle3"]}
+
+
+@pytest.mark.parametrize(
+    ("draft", "message"),
+    [
+        (
+            {**DRAFT, "hidden_size": 16},
+            "arm eagle3: draft draft for target target: the draft reads hidden states of 16, the target's have 8",
+        ),
+        ({**DRAFT, "vocab_size": 32}, "vocab_size is 32 in the draft, 16 in the target"),
+        ({**DRAFT, "architectures": ["LlamaForCausalLMEagle"]}, "is no EAGLE-3 draft"),
+    ],
+)
+def test_a_draft_that_does_not_fit_is_refused_before_anything_is_written(make, run, tmp_path, draft, message):
+    models = {name: {"path": str(make(name, config)), "source": "host"} for name, config in (("target", CONFIG), ("draft", draft))}
+    result = run(models=models, arms={"eagle3": EAGLE3, "baseline": None}, instances={"main": {"model": "target", "arm": "baseline"}})
+    assert result["failed"] and message in result["msg"]
+    assert not (tmp_path / "host").exists()
+
+
+def test_a_draft_that_fits_is_taken():
+    arms, instances = {"eagle3": EAGLE3}, {"main": {"model": "target", "arm": "eagle3"}}
+    assert model_identity.fit_problems({"target": CONFIG, "draft": DRAFT}, arms, instances) == []
+
+
+def test_an_arm_for_another_target_of_the_same_host_is_not_held_against_this_one():
+    wide = {**DRAFT, "hidden_size": 16}
+    instances = {"one": {"model": "target", "arm": "baseline"}, "two": {"model": "other", "arm": "eagle3"}}
+    configs = {"target": CONFIG, "other": {**CONFIG, "hidden_size": 16}, "draft": wide}
+    assert model_identity.fit_problems(configs, {"eagle3": EAGLE3, "baseline": None}, instances) == []
+
+
 def test_the_pair_of_the_project_is_whole():
     tiny = Path(__file__).parents[2] / "models/tiny"
     assert model_identity.problems(tiny / "target") == model_identity.problems(tiny / "draft-eagle3") == []

@@ -174,6 +174,16 @@ def test_unknown_content_is_refused_with_a_diff_and_nothing_is_touched(site, set
     assert site.content == before
 
 
+def test_the_diff_of_a_file_edited_after_it_was_patched_shows_the_edit_and_not_the_patch(site):
+    site.apply(ONE)
+    edited = site.path / "pkg/a.py"
+    edited.write_bytes(edited.read_bytes() + b"# by hand\n")
+    with pytest.raises(AerieError) as refusal:
+        site.apply(ONE)
+    added = [line for line in str(refusal.value).splitlines() if line.startswith("+") and not line.startswith("+++")]
+    assert added == ["+# by hand"]
+
+
 def test_unknown_content_in_a_file_never_patched_becomes_the_original_when_accepted(site):
     edited = site.path / "pkg/a.py"
     edited.write_bytes(FILES["pkg/a.py"] + b"# by hand\n")

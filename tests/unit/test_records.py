@@ -202,3 +202,20 @@ def test_what_is_no_cell_is_left_alone_and_nothing_leads_out_of_the_results(runs
         collection.collect(runs, "../r1", write=False)
     with pytest.raises(AerieError, match="leads out"):
         collection.missing([{"place": "../../etc/passwd", "bytes": 1, "sha256": ""}], tmp_path)
+
+
+def test_records_are_made_again_from_the_raw_files_where_they_are_missing_or_were_changed(runs, tmp_path):
+    cell(runs)
+    cell(runs, cell="baseline-c4-r1", arm={"name": "baseline", "speculation": None})
+    collected(runs, dest := tmp_path / "results", tmp_path)
+    before = {path: path.read_bytes() for path in dest.rglob(records.RECORD)}
+    lost, edited = sorted(before)
+    lost.unlink()
+    edited.write_text(edited.read_text().replace("240.0", "999.0"))
+    name = lost.relative_to(dest).as_posix()
+    assert collection.remake(dest, everything=False, write=False) == [name]
+    assert not lost.exists()
+    assert collection.remake(dest, everything=False, write=True) == [name]
+    assert collection.remake(dest, everything=True, write=True) == [edited.relative_to(dest).as_posix()]
+    assert {path: path.read_bytes() for path in dest.rglob(records.RECORD)} == before
+    assert collection.remake(dest, everything=True, write=True) == []

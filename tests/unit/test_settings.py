@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from typing import Any
 
 import pytest
@@ -77,7 +78,11 @@ def test_settings_of_roles_that_are_not_there_are_not_missed():
         ("sglang_models_catalog/target/source", "hosts", "source is 'hosts': it must be host or controller; did you mean 'host'?"),
         ("sglang_models_catalog/target/source", None, "sglang_models_catalog.target.source is missing"),
         ("sglang_models_catalog/target/path", "models/t", "path is 'models/t': it must be an absolute path"),
-        ("sglang_models_catalog/target", "/m/t", "sglang_models_catalog.target is '/m/t': it must be a mapping with path and source"),
+        (
+            "sglang_models_catalog/target",
+            "/m/t",
+            "sglang_models_catalog.target is '/m/t': it must be a mapping with path, source and weights",
+        ),
         ("sglang_server_arms/eagle3/flag", {}, "sglang_server_arms.eagle3.flag: no such setting; did you mean 'flags'?"),
         (
             "sglang_server_arms/eagle3/speculation/draft_model",
@@ -156,3 +161,22 @@ def test_all_mistakes_are_told_at_once():
 @pytest.mark.parametrize("value", [None, "text", 3, [1], {"x": None}])
 def test_a_value_of_another_type_never_breaks_the_check(name, value):
     settings.check(GOOD | {name: value}, PROJECT)
+
+
+def test_a_data_set_that_would_kill_the_server_is_refused_before_a_host_is_touched(tmp_path):
+    turns = [{"value": ""}, {"value": "an answer"}]
+    (tmp_path / "set.json").write_text(json.dumps([{"conversations": turns}]))
+    sharegpt = {
+        "dataset": "sharegpt",
+        "path": "set.json",
+        "output_len": 8,
+        "concurrency": [1],
+        "minimum_requests": 1,
+        "requests_per_client": 1,
+    }
+    project = settings.Project(["phase_profiler"], {"demo": {**EXPERIMENT, "workload": sharegpt}}, VERSIONS, tmp_path)
+    (problem,) = settings.check(GOOD, project)
+    assert "experiments/demo.yml" in problem and "entry 0" in problem and "its prompt is empty" in problem
+    turns[0]["value"] = "a prompt"
+    (tmp_path / "set.json").write_text(json.dumps([{"conversations": turns}]))
+    assert settings.check(GOOD, project) == []
