@@ -146,7 +146,7 @@ ports:
   description: For each port its listeners; a pid of null says that something listens which the user may not see.
   returned: success
   type: dict
-  sample: {"30000": [{pid: 4711, argv: [python, -m, sglang.launch_server], instance: main}]}
+  sample: {"30000": [{pid: 4711, argv: [python, -m, sglang.launch_server], instance: main, root: /opt/aerie}]}
 servers:
   description: Processes of Aerie's servers, by instance.
   returned: success

@@ -74,6 +74,10 @@ options:
   api_key:
     description: The key that the server asks for.
     type: str
+  start_failure:
+    description:
+      - Why the launch's server did not start. Its cells are recorded as failed for this reason, and nothing is measured.
+    type: str
   lease:
     description: The lease of this run, as M(host_lease) returned it; renewed before each cell.
     type: dict
@@ -164,6 +168,7 @@ def main() -> None:
             "dataset": {"type": "dict"},
             "staged_dataset": {"type": "path"},
             "api_key": {"type": "str", "no_log": True},
+            "start_failure": {"type": "str"},
             "lease": {"type": "dict"},
         },
         supports_check_mode=True,
@@ -175,6 +180,11 @@ def main() -> None:
         if module.check_mode:
             pending = benchmark.pending(paths, asked)
             module.exit_json(changed=bool(pending), pending=pending, run_directory=str(paths.runs / asked.run_id))
+        if given["start_failure"]:
+            renew_if_given(paths.lease, given["lease"])
+            cells = benchmark.record_not_started(paths, asked, given["start_failure"])
+            failed = sum(cell["status"] != bench_runner.COMPLETED for cell in cells)
+            module.exit_json(changed=failed > 0, cells=cells, cells_failed=failed, run_directory=str(paths.runs / asked.run_id))
         job = benchmark.prepare(paths, asked, before_cell=lambda: renew_if_given(paths.lease, given["lease"]))
         pending = bench_runner.pending(job.run, job.definitions)
         told = {"pending": pending, "run_directory": str(job.run)}

@@ -160,6 +160,24 @@ def run(job: Job, tell: Callable[[str, int, int], None]) -> dict[str, Any]:
         return _run_cells(job, tell)
 
 
+def record_not_started(run: Path, definitions: tuple[dict[str, Any], ...], reason: str) -> list[dict[str, Any]]:
+    """Record that the cells could not be measured, since their server did not start; return what became of each."""
+    results = []
+    for definition in definitions:
+        directory = run / definition["cell"]
+        if is_done(directory, definition, by="intent"):
+            results.append({"id": definition["cell"], "status": COMPLETED, "reason": None, "earlier": True})
+            continue
+        _set_aside(directory)
+        directory.mkdir(parents=True)
+        files.write_json(directory / DEFINITION, definition)
+        now = _now()
+        outcome = {"status": FAILED, "reason": f"the server did not start: {reason}", "exit_status": None}
+        files.write_json(directory / OUTCOME, outcome | {"started": now, "finished": now, "seconds": 0.0})
+        results.append({"id": definition["cell"], "status": FAILED, "reason": outcome["reason"], "earlier": False})
+    return results
+
+
 def _run_cells(job: Job, tell: Callable[[str, int, int], None]) -> dict[str, Any]:
     started = time.monotonic()
     ran = 0

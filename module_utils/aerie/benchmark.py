@@ -55,10 +55,18 @@ def pending(paths: HostPaths, asked: Request) -> list[str]:
     """
     if not (paths.current / "release.json").is_file():
         return [cell["id"] for cell in asked.launch["cells"]]
+    return bench_runner.pending(paths.runs / asked.run_id, _definitions_before_start(paths, asked), by="intent")
+
+
+def record_not_started(paths: HostPaths, asked: Request, reason: str) -> list[dict[str, Any]]:
+    """Record the launch's cells as failed because its server did not start; return what became of each."""
+    return bench_runner.record_not_started(paths.runs / asked.run_id, _definitions_before_start(paths, asked), reason)
+
+
+def _definitions_before_start(paths: HostPaths, asked: Request) -> tuple[dict[str, Any], ...]:
     release = _read(paths.current / "release.json", "make the release again with the sglang_patches role")
     client = bench_clients.find(paths.current.resolve(), str(release["sglang_version"]), _tokenizer(asked))
-    definitions = tuple(_definition(asked, cell, {}, release, client, {}) for cell in asked.launch["cells"])
-    return bench_runner.pending(paths.runs / asked.run_id, definitions, by="intent")
+    return tuple(_definition(asked, cell, {}, release, client, {}) for cell in asked.launch["cells"])
 
 
 def prepare(paths: HostPaths, asked: Request, before_cell: Callable[[], None] = lambda: None) -> bench_runner.Job:

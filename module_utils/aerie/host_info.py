@@ -23,7 +23,7 @@ from ansible.module_utils.aerie.files import canonical_hash, sha256_bytes
 from ansible.module_utils.aerie.paths import HostPaths
 
 COMMAND_SECONDS = 20
-INSTANCE_VARIABLE = "AERIE_INSTANCE"
+INSTANCE_VARIABLE, ROOT_VARIABLE = "AERIE_INSTANCE", "AERIE_ROOT"
 PYTHONS = ("python3", "python3.11", "python3.12", "python3.13")
 RECORDING = "recording.json"
 
@@ -338,19 +338,25 @@ def read_ports(host: Host, ports: Iterable[int]) -> dict[str, list[dict[str, Any
     found = {}
     for port in ports:
         owners = [
-            {"pid": owner.pid, "argv": list(owner.argv), "instance": owner.variable(INSTANCE_VARIABLE)}
+            {
+                "pid": owner.pid,
+                "argv": list(owner.argv),
+                "instance": owner.variable(INSTANCE_VARIABLE),
+                "root": owner.variable(ROOT_VARIABLE),
+            }
             for owner in processes.listeners(port, proc)
         ]
         hidden = not owners and processes.is_listening(port, proc)
-        found[str(port)] = owners or ([{"pid": None, "argv": [], "instance": None}] if hidden else [])
+        found[str(port)] = owners or ([{"pid": None, "argv": [], "instance": None, "root": None}] if hidden else [])
     return found
 
 
 def read_aerie(host: Host, root: Path | None) -> dict[str, Any]:
-    """Return the current release's id and the servers that run, by the instance that their environment names."""
+    """Return the current release's id and the servers of ``root`` that run, by the instance that their environment names."""
     servers: dict[str, list[dict[str, Any]]] = {}
     for process in processes.scan(host.root / "proc"):
-        if name := process.variable(INSTANCE_VARIABLE):
+        # Another root may have an instance of the same name.
+        if (name := process.variable(INSTANCE_VARIABLE)) and (root is None or process.variable(ROOT_VARIABLE) == str(root)):
             servers.setdefault(name, []).append({"pid": process.pid, "argv": list(process.argv)})
     release = None
     if root is not None:

@@ -64,7 +64,7 @@ def check(info: Mapping[str, Any], wanted: Wanted) -> Findings:
         *check_gpus(info, wanted),
         *check_root(info, wanted),
         *check_python(info, wanted),
-        *check_ports(info, wanted.ports),
+        *check_ports(info, wanted.root, wanted.ports),
         *check_models(info, wanted.models),
         *check_disk(info, wanted),
         *check_memory(info, wanted),
@@ -123,17 +123,17 @@ def check_python(info: Mapping[str, Any], wanted: Wanted) -> list[str]:
     return []
 
 
-def check_ports(info: Mapping[str, Any], ports: Mapping[str, int]) -> list[str]:
+def check_ports(info: Mapping[str, Any], root: str, ports: Mapping[str, int]) -> list[str]:
     """Nobody but the instance itself listens on its port."""
     problems = []
     for name, port in ports.items():
         for owner in info["ports"].get(str(port), []):
-            if owner["instance"] == name:
+            if (owner["instance"], owner["root"]) == (name, root):
                 continue
             if owner["pid"] is None:
                 who = "a process that this user may not see (run with ansible_become to learn which)"
             else:
-                ours = f", instance '{owner['instance']}' of this project" if owner["instance"] else ""
+                ours = f", instance '{owner['instance']}' of {owner['root']}" if owner["instance"] else ""
                 who = f"process {owner['pid']} ({' '.join(owner['argv'])[:100] or '?'}{ours})"
             problems.append(
                 f"port {port} of instance '{name}' is in use by {who}: stop it, or choose another port in sglang_server_instances"

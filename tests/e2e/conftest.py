@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from runs import HOST_OF_TESTS, Run, playbook, processes_of
+from runs import HOST_OF_TESTS, Run, free_port, playbook, processes_of
 
 KEPT = {"environments", "packages"}  # addressed by what they were made from, so an old one is as good as a new one
 
@@ -26,12 +25,6 @@ class Demo:
 
     def run(self, *arguments: str, **more: Any) -> Run:
         return playbook(*arguments, variables=self.variables | more, scratch=self.scratch)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.fixture(scope="session")

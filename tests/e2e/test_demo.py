@@ -9,8 +9,9 @@ import sys
 import urllib.request
 
 import pytest
+import yaml
 
-from runs import processes_of
+from runs import PROJECT, free_port, processes_of
 
 MODULE_CALLS = 25
 LOOKED_AT = {"gpu_host_info", "model_identity", "sglang_environment", "sglang_release", "source_patch", "sglang_server"}
@@ -52,6 +53,19 @@ def test_a_check_foresees_no_change(second, demo):
     assert run.changed == {}
 
 
+def test_a_check_of_a_bare_host_foresees_everything_and_makes_nothing(deployed, demo, tmp_path):
+    root, results = tmp_path / "bare", tmp_path / "results"
+    elsewhere = {
+        "aerie_root": str(root),
+        "aerie_results": str(results),
+        "sglang_server_instances": {"main": {"arm": "eagle3", "model": "target", "port": free_port()}},
+    }
+    run = demo.run("deploy_eagle3.yml", "--check", "--diff", **elsewhere).require_success()
+    assert {"sglang_environment", "sglang_release", "sglang_server", "model_identity"} <= set(run.calls["localhost"])
+    assert run.stats["localhost"]["changed"] > 0
+    assert [path for path in (root, results) if path.exists()] == []
+
+
 def test_the_ledger_rebuilt_from_raw_files_is_the_same(deployed, demo, tmp_path):
     """Raw is truth: the ledger holds nothing that the files of the cells don't."""
     copy = tmp_path / "results"
@@ -80,6 +94,18 @@ with sqlite3.connect(sys.argv[1]) as ledger:
 """
     argv = [sys.executable, "-c", program, str(ledger)]
     return sorted(subprocess.run(argv, capture_output=True, text=True, check=True).stdout.splitlines())
+
+
+def test_a_server_that_does_not_start_is_the_outcome_of_its_cells_and_not_the_end(deployed, demo, tmp_path):
+    arms = yaml.safe_load((PROJECT / "inventory/demo/group_vars/gpu_hosts.yml").read_text())["sglang_server_arms"]
+    arms["baseline"]["environment"] = {"SGLANG_EXTERNAL_MODEL_PACKAGE": "no_such_package"}
+    run = demo.run("playbooks/benchmark.yml", sglang_server_arms=arms, aerie_results=str(tmp_path)).require_success()
+    records = {path.parent.name: json.loads(path.read_text()) for path in tmp_path.glob("smoke/*/localhost/*/record.json")}
+    failed = {name: record["reason"] for name, record in records.items() if record["status"] == "failed"}
+    assert sorted(failed) == ["baseline-c1-r1", "baseline-c4-r1"]
+    assert all("did not start" in reason and "no_such_package" in reason for reason in failed.values())
+    assert len(records) == 6
+    assert "baseline-c1-r1" in run.output
 
 
 def test_stop_leaves_no_process_and_start_brings_the_server_back(deployed, demo):

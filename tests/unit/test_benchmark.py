@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ansible.module_utils.aerie import benchmark, experiment
+from ansible.module_utils.aerie import benchmark, experiment, records
 from ansible.module_utils.aerie.errors import AerieError
 from ansible.module_utils.aerie.files import sha256_bytes, write_json
 from ansible.module_utils.aerie.paths import HostPaths
@@ -121,6 +121,21 @@ def test_what_is_left_to_measure_is_known_before_the_server_is_started(paths, tm
     assert benchmark.pending(paths, request(tmp_path, run_id="r2")) == ["eagle3-c1-r1", "eagle3-c4-r1"]
     paths.current.unlink()
     assert benchmark.pending(paths, request(tmp_path)) == ["eagle3-c1-r1", "eagle3-c4-r1"]
+
+
+def test_a_server_that_did_not_start_is_the_outcome_of_its_cells_and_not_of_those_measured_before(paths, tmp_path):
+    done, left = benchmark.prepare(paths, request(tmp_path)).definitions
+    write_json(paths.runs / "r1" / done["cell"] / "definition.json", done)
+    write_json(paths.runs / "r1" / done["cell"] / "outcome.json", {"status": "completed"})
+    serve(paths, state="failed")
+    cells = benchmark.record_not_started(paths, request(tmp_path), "out of memory")
+    assert [(cell["id"], cell["status"], cell["earlier"]) for cell in cells] == [
+        (done["cell"], "completed", True),
+        (left["cell"], "failed", False),
+    ]
+    record = records.make(paths.runs / "r1" / left["cell"])
+    assert (record["status"], record["reason"], record["metrics"]) == ("failed", "the server did not start: out of memory", None)
+    assert benchmark.pending(paths, request(tmp_path)) == [left["cell"]], "it is tried again when the run is gone on with"
 
 
 def test_a_run_id_that_leads_out_of_the_runs_is_refused(tmp_path):

@@ -171,7 +171,10 @@ def server():
     """A live process that listens on a port of its own and carries an instance's name."""
     code = "import socket; s = socket.create_server(('127.0.0.1', 0)); print(s.getsockname()[1], flush=True); s.accept()"
     process = subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=os.environ | {host_info.INSTANCE_VARIABLE: "survey-test"}
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {host_info.INSTANCE_VARIABLE: "survey-test", host_info.ROOT_VARIABLE: "/srv/here"},
     )
     yield process.pid, int(process.stdout.readline())
     process.kill()
@@ -183,7 +186,15 @@ def test_a_live_listener_is_named_with_its_instance(server):
     info = survey(open_host(Path("/")), Question(ports=(port,)))
     assert [(owner["pid"], owner["instance"]) for owner in info["ports"][str(port)]] == [(pid, "survey-test")]
     assert info["ports"][str(port)][0]["argv"][:2] == [sys.executable, "-c"]
+    assert info["ports"][str(port)][0]["root"] == "/srv/here"
     assert [process["pid"] for process in info["servers"]["survey-test"]] == [pid]
+
+
+def test_a_server_of_another_root_is_not_one_of_ours(server):
+    pid, _ = server
+    ours, others = (survey(open_host(Path("/")), Question(aerie_root=Path(root)))["servers"] for root in ("/srv/here", "/srv/else"))
+    assert [process["pid"] for process in ours["survey-test"]] == [pid]
+    assert "survey-test" not in others
 
 
 def test_a_free_port_has_no_listener():

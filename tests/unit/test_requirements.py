@@ -68,9 +68,10 @@ def test_all_lacks_are_told_at_once():
 @pytest.mark.parametrize(
     ("owner", "message"),
     [
-        ({"pid": 7, "argv": ["nginx", "-g"], "instance": None}, "in use by process 7 (nginx -g): stop it"),
-        ({"pid": 7, "argv": ["python"], "instance": "other"}, "process 7 (python, instance 'other' of this project)"),
-        ({"pid": None, "argv": [], "instance": None}, "a process that this user may not see"),
+        ({"pid": 7, "argv": ["nginx", "-g"], "instance": None, "root": None}, "in use by process 7 (nginx -g): stop it"),
+        ({"pid": 7, "argv": ["python"], "instance": "other", "root": "/opt/aerie"}, "process 7 (python, instance 'other' of /opt/aerie)"),
+        ({"pid": 7, "argv": ["python"], "instance": "main", "root": "/srv/else"}, "process 7 (python, instance 'main' of /srv/else)"),
+        ({"pid": None, "argv": [], "instance": None, "root": None}, "a process that this user may not see"),
     ],
 )
 def test_a_port_in_use_is_told_with_who_uses_it(owner, message):
@@ -80,7 +81,7 @@ def test_a_port_in_use_is_told_with_who_uses_it(owner, message):
 
 
 def test_the_instance_itself_may_hold_its_port():
-    assert problems("container", CPU, ports={"30000": [{"pid": 7, "argv": [], "instance": "main"}]}) == []
+    assert problems("container", CPU, ports={"30000": [{"pid": 7, "argv": [], "instance": "main", "root": CPU.root}]}) == []
 
 
 def test_memory_is_not_asked_where_the_instance_runs_already():
