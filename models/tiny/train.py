@@ -54,7 +54,8 @@ CONFIG = {
 
 def corpus(modules: int) -> tuple[list[str], str]:
     """Return the names and the text of the standard library's top-level modules, in order of name."""
-    files = sorted(Path(os.__file__).parent.glob("*.py"))[:modules]
+    # _sysconfigdata holds the paths of the machine that Python was built on
+    files = sorted(file for file in Path(os.__file__).parent.glob("*.py") if not file.name.startswith("_sysconfigdata"))[:modules]
     return [str(file) for file in files], "".join(file.read_text(encoding="utf-8", errors="ignore") for file in files)
 
 

@@ -18,7 +18,7 @@ ACTIONS = sorted((ROOT / "plugins/action").glob("*.py"))
 PLAYBOOKS = [ROOT / "deploy_eagle3.yml", *sorted((ROOT / "playbooks").glob("*.yml"))]
 # Built from parts, so that this file does not name what it forbids
 MACHINE_PATHS = ("/wor" + "k/", "/tmp/la" + "b", "/roo" + "t/.", "/opt/py" + "pi", "/opt/whe" + "els")
-REGISTRY_HOSTS = ("pypi" + ".org", "pythonhosted" + ".org", "deb.debian" + ".org", "registry.npmjs" + ".org", "download.pytorch" + ".org")
+REGISTRY_HOSTS = ("pypi" + ".org", "pythonhosted" + ".org", "deb.debian" + ".org", "registry.npmjs" + ".org")
 
 
 def tracked_files() -> list[Path]:
