@@ -51,7 +51,9 @@ def _group(group: verdict.Group, width: int) -> list[str]:
     if group.failures:
         lines += ["", f"{len(group.failures)} of {group.cells} cells gave no figure:"]
         for failure in group.failures:
-            lines += _wrap(f"{failure.cell}: {failure.status}: {failure.reason}", width, "  ")
+            # The end of a log is in the record and on the page.
+            reason = (failure.reason or "no reason told").splitlines()[0]
+            lines += _wrap(f"{failure.cell}: {failure.status}: {reason}", width, "  ")
     if group.phases:
         lines += ["", "Where the time of a decode cycle goes, % (profiled cells)"]
         heads = ("arm", "clients", "cycle ms", *(_SHORT_PARTS.get(part, label) for part, label in verdict.PARTS), "draft steps ms")

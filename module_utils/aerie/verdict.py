@@ -386,7 +386,7 @@ def _group(members: Sequence[Mapping[str, Any]], wanted_baseline: str | None, no
         )
         notes.append(f"No baseline in this run ({reason}): speeds are shown, speed-ups and a crossover are not.")
     elif not any(speeds.get((baseline, level)) for level in {level for _, level in speeds}):
-        notes.append(f"The baseline {baseline} has no completed cell: speed-ups and a crossover can't be given.")
+        notes.append(f"{baseline}, the baseline, has no completed cell: speed-ups and a crossover can't be given.")
     pinned = [arm.name for arm in arms if arm.pinned]
     if pinned:
         names = words.listing(pinned)

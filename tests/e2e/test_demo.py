@@ -100,7 +100,8 @@ def test_a_server_that_does_not_start_is_the_outcome_of_its_cells_and_not_the_en
     arms = yaml.safe_load((PROJECT / "inventory/demo/group_vars/gpu_hosts.yml").read_text())["sglang_server_arms"]
     arms["baseline"]["environment"] = {"SGLANG_EXTERNAL_MODEL_PACKAGE": "no_such_package"}
     run = demo.run("playbooks/benchmark.yml", sglang_server_arms=arms, aerie_results=str(tmp_path)).require_success()
-    records = {path.parent.name: json.loads(path.read_text()) for path in tmp_path.glob("smoke/*/localhost/*/record.json")}
+    newest = max(tmp_path.glob("smoke/*"))  # collecting brings the host's earlier runs too
+    records = {path.parent.name: json.loads(path.read_text()) for path in newest.glob("localhost/*/record.json")}
     failed = {name: record["reason"] for name, record in records.items() if record["status"] == "failed"}
     assert sorted(failed) == ["baseline-c1-r1", "baseline-c4-r1"]
     assert all("did not start" in reason and "no_such_package" in reason for reason in failed.values())

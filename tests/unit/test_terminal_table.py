@@ -26,6 +26,13 @@ def test_each_arm_and_level_has_its_figures_in_one_row():
     assert row(lines, "baseline", "64") == ["baseline", "64", "8", "812", "*", "–", "–", "–", "1", "84.0", "7.26", "–"]
 
 
+def test_a_failed_cell_says_why_in_one_line_and_keeps_its_log_to_the_page():
+    failed = record("eagle3", 128, None) | {"reason": "the server died\nTraceback of a hundred lines"}
+    text = "\n".join(lines_of([*campaign(), failed]))
+    assert "eagle3-c128-r1: failed: the server died" in text
+    assert "Traceback" not in text
+
+
 def test_crossover_phases_failures_and_places_are_told():
     records = [*campaign(), record("eagle3", 128, None)]
     text = "\n".join(lines_of(records, results="/srv/results", report="/srv/results/report.html"))
