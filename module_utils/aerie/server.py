@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -34,6 +35,7 @@ CUDA_TOOLKIT = Path("/usr/local/cuda")
 HIDDEN = "********"
 GPU_FREE_SECONDS = 30
 LEFTOVER_SECONDS = 5
+LONGEST_TEMPORARY = 70
 """How long processes that outlived their service may take to end before they are killed."""
 
 Tell = Callable[[str], None]
@@ -348,6 +350,9 @@ def _environment(paths: HostPaths, request: Request, release: Mapping[str, Any],
         "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"),
         "TRITON_CACHE_DIR": str(cache / "triton"),
     }
+    # SGLang leaves temporary files behind, sockets among them, whose paths have a limit of 107 bytes.
+    if len(str(directory / "tmp")) <= LONGEST_TEMPORARY:
+        base["TMPDIR"] = str(directory / "tmp")
     if CUDA_TOOLKIT.is_dir() and not hides_gpus:
         base["CUDA_HOME"] = str(CUDA_TOOLKIT)
     layers: list[tuple[str, Mapping[str, Any]]] = [
@@ -524,6 +529,8 @@ def _acceptance(wanted: Plan) -> tuple[float | None, str | None]:
 def _write_files(wanted: Plan) -> None:
     wanted.directory.mkdir(parents=True, exist_ok=True)
     (wanted.directory / "profile").mkdir(exist_ok=True)
+    shutil.rmtree(wanted.directory / "tmp", ignore_errors=True)  # what the server before left
+    (wanted.directory / "tmp").mkdir()
     Path(wanted.environment["XDG_CACHE_HOME"]).mkdir(parents=True, exist_ok=True)
     files = wanted.files()
     for path, (text, mode) in files.items():
