@@ -4,7 +4,7 @@
 # Takes uv from PATH, else installs it in a throw-away virtual environment.
 set -euo pipefail
 cd "$(dirname "$0")/../requirements"
-uv=$(command -v uv || true)
+uv=$(command -v uv || true)  # none is no failure: it is installed below
 if [ -z "$uv" ]; then
   scratch=$(mktemp -d)
   trap 'rm -rf "$scratch"' EXIT

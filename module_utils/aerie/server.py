@@ -36,6 +36,7 @@ HIDDEN = "********"
 GPU_FREE_SECONDS = 30
 LEFTOVER_SECONDS = 5
 LONGEST_TEMPORARY = 70
+"""Bytes of a temporary directory's path that leave room for the names of the sockets in it."""
 """How long processes that outlived their service may take to end before they are killed."""
 
 Tell = Callable[[str], None]
@@ -351,7 +352,7 @@ def _environment(paths: HostPaths, request: Request, release: Mapping[str, Any],
         "TRITON_CACHE_DIR": str(cache / "triton"),
     }
     # SGLang leaves temporary files behind, sockets among them, whose paths have a limit of 107 bytes.
-    if len(str(directory / "tmp")) <= LONGEST_TEMPORARY:
+    if len(os.fsencode(directory / "tmp")) <= LONGEST_TEMPORARY:
         base["TMPDIR"] = str(directory / "tmp")
     if CUDA_TOOLKIT.is_dir() and not hides_gpus:
         base["CUDA_HOME"] = str(CUDA_TOOLKIT)

@@ -10,6 +10,7 @@ import signal
 import stat
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -333,6 +334,22 @@ def finished(result: dict[str, Any]) -> dict[str, Any]:
         time.sleep(0.05)
     assert found is not None
     return found
+
+
+def test_temporary_files_stay_below_the_instance_and_go_with_the_next_start_unless_sockets_would_not_fit(tmp_path):
+    with tempfile.TemporaryDirectory() as name:
+        root = Path(name)
+        make_release(root)
+        wanted = server.plan(make_host(root), make_request(root, instance={"port": free_port()}))
+        directory = root / "instances/main/tmp"
+        assert wanted.environment["TMPDIR"] == str(directory)
+        directory.mkdir(parents=True)
+        (directory / "left").touch()
+        server._write_files(wanted)
+        assert list(directory.iterdir()) == []
+    deep = tmp_path / ("deep" * 20)
+    make_release(deep)
+    assert "TMPDIR" not in server.plan(make_host(deep), make_request(deep, instance={"port": free_port()})).environment
 
 
 def test_check_mode_says_what_would_change_and_changes_nothing(bench):
