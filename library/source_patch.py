@@ -140,7 +140,7 @@ drift:
 from pathlib import Path
 from typing import Any
 
-from ansible.module_utils.aerie import lease, patch_transaction
+from ansible.module_utils.aerie import lease, patch_plan, patch_transaction
 from ansible.module_utils.aerie.errors import AerieError
 from ansible.module_utils.aerie.patch_set import PatchSet
 from ansible.module_utils.aerie.patch_store import PatchStore
@@ -150,21 +150,21 @@ from ansible.module_utils.basic import AnsibleModule
 
 
 def verified(tree: SourceTree, store: PatchStore, sets: list[PatchSet] | None) -> dict[str, Any]:
-    found = patch_transaction.drift(tree, store, sets)
+    found = patch_plan.drift(tree, store, sets)
     if found:
         return {"failed": True, "msg": f"{tree.path} is not as it should be:\n" + "\n".join(f"  - {one}" for one in found), "drift": found}
-    return {"changed": False, "sets": patch_transaction.applied(store)}
+    return {"changed": False, "sets": patch_plan.applied(store)}
 
 
 def converged(module: AnsibleModule, tree: SourceTree, store: PatchStore, sets: list[PatchSet]) -> dict[str, Any]:
     asked = {"accept_unknown": module.params["accept_unknown"]}
     if module.check_mode:
-        planned = patch_transaction.plan(tree, store, sets, **asked)
+        planned = patch_plan.plan(tree, store, sets, **asked)
     else:
         if module.params["lease"]:
             lease.renew(HostPaths(Path(module.params["root"])).lease, lease.Owner.of(module.params["lease"]))
         with store.locked():
-            planned = patch_transaction.plan(tree, store, sets, **asked)
+            planned = patch_plan.plan(tree, store, sets, **asked)
             patch_transaction.apply(
                 tree,
                 store,

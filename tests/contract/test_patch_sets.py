@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import wheels
-from ansible.module_utils.aerie import anchors, patch_transaction
+from ansible.module_utils.aerie import anchors, patch_plan, patch_transaction
 from ansible.module_utils.aerie.errors import AerieError
 from ansible.module_utils.aerie.patch_store import PatchStore
 from ansible.module_utils.aerie.source_tree import SourceTree
@@ -34,8 +34,8 @@ def pristine(version: str, tmp_path_factory: pytest.TempPathFactory) -> SourceTr
     return SourceTree.open(wheels.unpack("sglang", version, tmp_path_factory.mktemp("wheel")), "sglang")
 
 
-def planned(tree: SourceTree, *names: str) -> dict[str, patch_transaction.FileChange]:
-    plan = patch_transaction.plan(tree, PatchStore.beside(tree, tree.path.with_name("no-store")), patch_sets.load(names))
+def planned(tree: SourceTree, *names: str) -> dict[str, patch_plan.FileChange]:
+    plan = patch_plan.plan(tree, PatchStore.beside(tree, tree.path.with_name("no-store")), patch_sets.load(names))
     return {file.path: file for file in plan.files}
 
 
@@ -77,9 +77,9 @@ def test_every_patch_set_applies_to_every_version_it_is_for_and_comes_off_again(
         if tree.version not in one.versions:
             continue
         before = {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in tree.path.rglob("*") if path.is_file()}
-        patch_transaction.apply(tree, store, patch_transaction.plan(tree, store, [one]))
-        assert patch_transaction.drift(tree, store, [one]) == []
-        patch_transaction.apply(tree, store, patch_transaction.plan(tree, store, []))
+        patch_transaction.apply(tree, store, patch_plan.plan(tree, store, [one]))
+        assert patch_plan.drift(tree, store, [one]) == []
+        patch_transaction.apply(tree, store, patch_plan.plan(tree, store, []))
         assert {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in tree.path.rglob("*") if path.is_file()} == before
 
 
@@ -88,7 +88,7 @@ def test_without_the_inserted_lines_the_files_are_the_wheels(pristine):
         if pristine.version not in one.versions:
             continue
         for file in planned(pristine, one.name).values():
-            if file.kind != patch_transaction.PATCHED:
+            if file.kind != patch_plan.PATCHED:
                 continue
             hooks = [hook for hook in one.hooks_for(pristine.version) if hook.file == file.path]
             derived, _ = anchors.derive(file.original, hooks, file.path)
@@ -177,6 +177,6 @@ def test_phases_of_the_verification_are_in_the_order_of_the_work(pristine):
 
 def test_the_profiler_is_imported_once_where_it_is_used(pristine):
     for path, file in planned(pristine, "phase_profiler").items():
-        if file.kind == patch_transaction.PATCHED:
+        if file.kind == patch_plan.PATCHED:
             assert file.wanted.decode().count(f"import {PROFILER}") == 1
             assert Path(path).name in ("eagle_worker_v2.py", "eagle_worker_common.py")

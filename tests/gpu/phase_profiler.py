@@ -40,7 +40,7 @@ def cores() -> None:
 
 def patch(site: Path) -> dict[str, Any]:
     """Apply the patch set to ``site`` with the engine, and say what was done."""
-    from ansible.module_utils.aerie import patch_transaction
+    from ansible.module_utils.aerie import patch_plan, patch_transaction
     from ansible.module_utils.aerie.patch_store import PatchStore
     from ansible.module_utils.aerie.source_tree import SourceTree
 
@@ -48,7 +48,7 @@ def patch(site: Path) -> dict[str, Any]:
 
     tree = SourceTree.open(site, "sglang")
     store = PatchStore.beside(tree, site.parent / "originals")
-    planned = patch_transaction.plan(tree, store, patch_sets.load(["phase_profiler"]))
+    planned = patch_plan.plan(tree, store, patch_sets.load(["phase_profiler"]))
     verifier = [[sys.executable, "-c", "import sglang.srt.speculative.eagle_worker_v2"]]
     patch_transaction.apply(tree, store, planned, verify=lambda: patch_transaction.run_verifiers(verifier, tree.path))
     return {"version": tree.version.text, "sets": planned.applied_after, "files": [file.path for file in planned.changed_files]}

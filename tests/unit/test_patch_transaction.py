@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ansible.module_utils.aerie import patch_transaction
+from ansible.module_utils.aerie import patch_plan, patch_transaction
 from ansible.module_utils.aerie.errors import AerieError
 from ansible.module_utils.aerie.patch_set import PatchSet
 from ansible.module_utils.aerie.patch_store import PatchStore
@@ -71,18 +71,18 @@ class Site:
     def store(self) -> PatchStore:
         return PatchStore.beside(self.tree, self.store_path)
 
-    def plan(self, *sets: PatchSet, **asked: Any) -> patch_transaction.Plan:
-        return patch_transaction.plan(self.tree, self.store, sets, **asked)
+    def plan(self, *sets: PatchSet, **asked: Any) -> patch_plan.Plan:
+        return patch_plan.plan(self.tree, self.store, sets, **asked)
 
     def apply(
         self, *sets: PatchSet, verify: Callable[[], None] = lambda: None, step: Callable[[str], None] = lambda name: None, **asked: Any
-    ) -> patch_transaction.Plan:
+    ) -> patch_plan.Plan:
         planned = self.plan(*sets, **asked)
         patch_transaction.apply(self.tree, self.store, planned, OWNER, verify, step)
         return planned
 
     def drift(self, *sets: PatchSet) -> list[str]:
-        return patch_transaction.drift(self.tree, self.store, sets)
+        return patch_plan.drift(self.tree, self.store, sets)
 
     @property
     def content(self) -> dict[str, bytes]:
@@ -148,7 +148,7 @@ def test_the_diff_is_what_is_applied(site):
     planned = site.plan(ONE, THREE)
     site.apply(ONE, THREE)
     assert planned.diff() == "".join(
-        patch_transaction.unified(name, FILES.get(name), data)
+        patch_plan.unified(name, FILES.get(name), data)
         for name, data in sorted(site.content.items(), key=lambda one: (one[0] not in FILES, one[0]))
     )
     assert "+    mark_1()\n" in planned.diff()
@@ -314,11 +314,11 @@ def test_two_runs_at_once_on_one_tree_are_refused(site):
 def test_drift_names_every_file_that_is_not_as_it_should_be(site):
     site.apply(ONE, THREE)
     assert site.drift(ONE, THREE) == []
-    assert patch_transaction.drift(site.tree, site.store, None) == []
+    assert patch_plan.drift(site.tree, site.store, None) == []
     (site.path / "pkg/a.py").write_bytes(FILES["pkg/a.py"])
     (site.path / "pkg/new.py").unlink()
     assert [line.partition(" ")[0] for line in site.drift(ONE, THREE)] == ["pkg/a.py", "pkg/new.py"]
-    assert [line.partition(" since")[0] for line in patch_transaction.drift(site.tree, site.store, None)] == [
+    assert [line.partition(" since")[0] for line in patch_plan.drift(site.tree, site.store, None)] == [
         "pkg/a.py was put back",
         "pkg/new.py is not there",
     ]
