@@ -74,6 +74,11 @@ options:
   api_key:
     description: The key that the server asks for.
     type: str
+  client:
+    description:
+      - A load client to use instead of the release's own, a path on the host, C(sglang/srt/rust_extensions/_bench*.so) of an SGLang wheel
+        that is built for the release's Python. Older releases ship a Python client only, which takes half a minute to start and more CPU.
+    type: path
   start_failure:
     description:
       - Why the launch's server did not start. Its cells are recorded as failed for this reason, and nothing is measured.
@@ -168,6 +173,7 @@ def main() -> None:
             "dataset": {"type": "dict"},
             "staged_dataset": {"type": "path"},
             "api_key": {"type": "str", "no_log": True},
+            "client": {"type": "path"},
             "start_failure": {"type": "str"},
             "lease": {"type": "dict"},
         },

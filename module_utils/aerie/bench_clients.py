@@ -9,6 +9,7 @@ CPU against 0.03 s.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,26 +60,47 @@ class Load:
     output: Path
 
 
-def find(release: Path, version: str, tokenizer: Path | None = None) -> Client:
+def find(release: Path, version: str, tokenizer: Path | None = None, *, package: Path | None = None, chosen: Path | None = None) -> Client:
     """Return the best client that the release at ``release`` (a virtual environment) ships and that can read ``tokenizer``.
 
     The Rust client reads ``tokenizer.json`` only; models that come with another kind, such as tiktoken's, get the Python one.
+    ``package`` says where the release's ``sglang`` is when it isn't in its site-packages; ``chosen`` is a Rust client of another SGLang.
     """
     python = release / "bin" / "python"
-    packages = sorted(release.glob("lib/python3*/site-packages/sglang"))
+    packages = [package] if package else sorted(release.glob("lib/python3*/site-packages/sglang"))
     if not packages:
         raise AerieError(f"release {release}: no sglang package below lib/python3*/site-packages: run the sglang_patches role")
-    package = packages[0]
-    extensions = sorted(package.glob("srt/rust_extensions/_bench*.so"))
-    if extensions and (tokenizer is None or (tokenizer / "tokenizer.json").is_file()):
-        command = (str(python), "-I", "-c", RUST_LAUNCHER, str(extensions[0]))
-        return Client("sglang-rust", version, command, sha256_file(extensions[0]))
+    reads = tokenizer is None or (tokenizer / "tokenizer.json").is_file()
+    if chosen:
+        return _chosen(chosen, python, None if reads else tokenizer)
+    extensions = sorted(packages[0].glob("srt/rust_extensions/_bench*.so"))
+    if extensions and reads:
+        return _rust(python, extensions[0], version)
     for module, source in (("sglang.benchmark.serving", "benchmark/serving.py"), ("sglang.bench_serving", "bench_serving.py")):
-        if (package / source).is_file():
-            return Client(module, version, (str(python), "-m", module), sha256_file(package / source))
+        if (packages[0] / source).is_file():
+            return Client(module, version, (str(python), "-m", module), sha256_file(packages[0] / source))
     raise AerieError(
-        f"{package} ships no load client that Aerie knows (Rust, sglang.benchmark.serving, sglang.bench_serving): take another release"
+        f"{packages[0]} ships no load client that Aerie knows (Rust, sglang.benchmark.serving, sglang.bench_serving): take another release"
     )
+
+
+def _rust(python: Path, extension: Path, version: str) -> Client:
+    return Client("sglang-rust", version, (str(python), "-I", "-c", RUST_LAUNCHER, str(extension)), sha256_file(extension))
+
+
+def _chosen(extension: Path, python: Path, unreadable: Path | None) -> Client:
+    cure = (
+        "name the _bench*.so of an SGLang wheel for the release's Python in sglang_benchmark_client, or null for the release's own client"
+    )
+    if not extension.is_file():
+        raise AerieError(f"the load client {extension} is not on this host: {cure}")
+    if unreadable:
+        raise AerieError(f"the load client {extension} reads tokenizer.json only, which {unreadable} lacks: {cure}")
+    wanted = "".join(f"{python.resolve().name}".removeprefix("python").split("."))
+    built = re.search(r"\.cpython-(\d+)", extension.name)
+    if built and wanted.isdigit() and len(wanted) > 1 and built[1] != wanted:
+        raise AerieError(f"the load client {extension} is built for CPython {built[1]}, and {python} is {wanted}: {cure}")
+    return _rust(python, extension, "another release's")
 
 
 def argv(client: Client, load: Load) -> list[str]:

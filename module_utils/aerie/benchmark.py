@@ -37,6 +37,7 @@ class Request:
     dataset: dict[str, Any] | None
     staged_dataset: Path | None
     api_key: str | None
+    client: str | None = None
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Request:
@@ -65,7 +66,7 @@ def record_not_started(paths: HostPaths, asked: Request, reason: str) -> list[di
 
 def _definitions_before_start(paths: HostPaths, asked: Request) -> tuple[dict[str, Any], ...]:
     release = _read(paths.current / "release.json", "make the release again with the sglang_patches role")
-    client = bench_clients.find(paths.current.resolve(), str(release["sglang_version"]), _tokenizer(asked))
+    client = _client(paths.current.resolve(), release, asked)
     return tuple(_definition(asked, cell, {}, release, client, {}) for cell in asked.launch["cells"])
 
 
@@ -80,8 +81,7 @@ def prepare(paths: HostPaths, asked: Request, before_cell: Callable[[], None] = 
         raise AerieError(f"instance {asked.instance} serves arm {served}, not {asked.launch['arm']}: start it with the launch's arm first")
     release_path = paths.release(instance["release"])
     release = _read(release_path / "release.json", "the release that is served is gone: make one with the sglang_patches role")
-    tokenizer = _tokenizer(asked)
-    client = bench_clients.find(release_path, str(release["sglang_version"]), tokenizer)
+    client = _client(release_path, release, asked)
     address = str(instance["host"]).strip("[]")
     environment = {str(name): str(value) for name, value in (instance.get("environment") or {}).items()}
     run = paths.runs / asked.run_id
@@ -97,7 +97,7 @@ def prepare(paths: HostPaths, asked: Request, before_cell: Callable[[], None] = 
         ),
         client=client,
         client_environment=environment,
-        tokenizer=tokenizer,
+        tokenizer=_tokenizer(asked),
         dataset=dataset_path(paths, asked),
         definitions=definitions,
         lock=home / "benchmark.lock",
@@ -181,6 +181,12 @@ def _definition(
         "timeout_seconds": asked.experiment["timeout_seconds"],
     }
     return definition | {"identity": bench_runner.identity(definition), "intent": bench_runner.intent(definition)}
+
+
+def _client(path: Path, release: Mapping[str, Any], asked: Request) -> bench_clients.Client:
+    package = Path(release["tree"]) / "sglang" if release.get("tree") else None
+    chosen = Path(asked.client) if asked.client else None
+    return bench_clients.find(path, str(release["sglang_version"]), _tokenizer(asked), package=package, chosen=chosen)
 
 
 def _tokenizer(asked: Request) -> Path | None:

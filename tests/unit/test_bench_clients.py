@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from ansible.module_utils.aerie import bench_clients
 from ansible.module_utils.aerie.errors import AerieError
+from ansible.module_utils.aerie.files import sha256_file
 
 SHAREGPT = {"dataset": "sharegpt", "output_len": 48, "input_len": None}
 RANDOM = {"dataset": "random-ids", "output_len": 48, "input_len": 64}
@@ -45,6 +46,37 @@ def test_the_rust_client_is_taken_where_the_release_ships_it(tmp_path):
     client = bench_clients.find(release(tmp_path, *files), "0.5.23")
     assert client.name == "sglang-rust" and client.sha256
     assert client.command[0] == str(tmp_path / "bin/python") and client.command[-1].endswith(files[0])
+
+
+def test_a_chosen_client_is_taken_whatever_the_release_ships(tmp_path):
+    made = release(tmp_path, "bench_serving.py")
+    chosen = tmp_path / "_bench.so"
+    chosen.write_text("client")
+    client = bench_clients.find(made, "0.5.15.post1", chosen=chosen)
+    assert (client.name, client.version, client.command[-1]) == ("sglang-rust", "another release's", str(chosen))
+    assert client.sha256 == sha256_file(chosen)
+
+
+def test_a_chosen_client_that_cannot_serve_is_refused(tmp_path):
+    made = release(tmp_path, "bench_serving.py")
+    with pytest.raises(AerieError, match="is not on this host"):
+        bench_clients.find(made, "0.5.15.post1", chosen=tmp_path / "_bench.so")
+    other = tmp_path / "_bench.cpython-312-x86_64-linux-gnu.so"
+    other.touch()
+    (tmp_path / "python3.11").touch()
+    (made / "bin").mkdir()
+    (made / "bin/python").symlink_to(tmp_path / "python3.11")
+    with pytest.raises(AerieError, match=r"built for CPython 312, and .* is 311"):
+        bench_clients.find(made, "0.5.15.post1", chosen=other)
+    (tmp_path / "model").mkdir()
+    with pytest.raises(AerieError, match=r"reads tokenizer\.json only"):
+        bench_clients.find(made, "0.5.15.post1", tmp_path / "model", chosen=other)
+
+
+def test_the_client_of_a_tree_that_is_used_in_place_is_found_there(tmp_path):
+    made = release(tmp_path / "tree", "bench_serving.py") / "lib/python3.11/site-packages/sglang"
+    (tmp_path / "release").mkdir()
+    assert bench_clients.find(tmp_path / "release", "0.5.9", package=made).name == "sglang.bench_serving"
 
 
 @pytest.mark.parametrize(
