@@ -75,8 +75,17 @@ sanity: .venv/.dev ## Ansible's own checks of the modules and their documentatio
 	tools/ansible_sanity.sh
 
 .PHONY: test-contract
-test-contract: .venv/.dev ## patch sets against real SGLang wheels
-	$(pytest) tests/contract
+test-contract: .venv/.dev ## patch sets against every real SGLang wheel, a download of 800 MB (make test takes some of them)
+	$(pytest) tests/contract --wheels=all
+
+.PHONY: faults
+faults: .venv/.dev ## the patch engine killed, out of space and lied to at every system call; minutes (make test takes some of them)
+	$(pytest) tests/faults --faults=all
+
+.PHONY: adopt-version
+adopt-version: .venv/.controller ## what a release of SGLang moved: VERSION=0.5.24 (WRITE=1: add its hashes to the patch sets)
+	@[ -n "$(VERSION)" ] || { echo "Say which: make adopt-version VERSION=0.5.24" >&2; exit 2; }
+	@$(bin)/python tools/adopt_version.py $(VERSION) $(if $(WRITE),--write)
 
 .PHONY: test-e2e
 test-e2e: .venv/.dev ## whole runs on this machine

@@ -7,8 +7,14 @@ DOCUMENTATION = r"""
 module: source_patch
 short_description: Apply patch sets to an installed Python package, all or nothing
 description:
-  - Makes the sources of an installed package its originals with exactly the given patch sets, in the given order.
-  - A file is pristine (as the wheel's RECORD says), ours (as this module wrote it) or unknown, which is refused with a diff.
+  - Makes the sources of an installed package, or of a git checkout that Python imports it from (an editable install), its originals with
+    exactly the given patch sets, in the given order.
+  - A file is pristine (as the wheel's RECORD says, or as a clean checkout of git's HEAD would have it), ours (as this module wrote it) or
+    unknown, which is refused with a diff.
+  - In a git checkout, an uncommitted edit of a file that a set touches is unknown content; edits of other files are warned about once, by
+    a run that changes something, and stay. Git is only read; C(state=absent) leaves C(git status) as it was before O(state=present).
+  - Back-ups that somebody made by hand beside a touched file (C(x.py.bak), C(x.py.orig), C(x.py~) and the like) are compared with the
+    pristine file and told, never changed.
   - Originals are kept by content hash in a store outside the package and are never overwritten. Every result is made from them, so
     that a set may be added, changed or removed in any order.
   - A run is a transaction. Where it fails, or was killed at any point, everything is put back; in the second case by the next run, which
@@ -17,7 +23,9 @@ description:
 author: Aerie contributors (!UNKNOWN)
 options:
   path:
-    description: The site-packages directory that holds the package; its own copy, as symbolic links are refused.
+    description:
+      - The site-packages directory that holds the package, or the directory of a git checkout that it is imported from, such as C(python)
+        of SGLang's; its own copy, as symbolic links are refused.
     type: path
     required: true
   package:
@@ -55,14 +63,28 @@ options:
     elements: list
     default: []
   version:
-    description: The package's version; read from its dist-info when left out.
+    description:
+      - The package's version. When left out, it is that of the dist-info beside the package, else what its C(_version.py) or C(version.py)
+        says, else what git's newest tag like C(v0.5.23) says.
     type: str
+  search_path:
+    description:
+      - Directories in which other packages are looked for, besides O(path), by a set that C(requires) something of them.
+    type: list
+    elements: path
+    default: []
   accept_unknown:
     description:
-      - Go on where a file's content is unknown. What was never patched by us is taken as the original, what was is restored from the store;
-        either is warned about, and the unknown content is kept in the store.
+      - Go on where a file's content is unknown. What was never patched by us is taken as the original, so that O(state=absent) gives it
+        back byte for byte; what was is restored from the original. Either is warned about, and the unknown content is kept in the store.
     type: bool
     default: false
+  originals_on_controller:
+    description:
+      - A directory on the controller that gets a copy of every original that the applied sets need, and of their manifest, so that a lost
+        host disk does not lose them. Relative to the playbook. What it has already is not brought again; check mode brings nothing.
+      - Its layout is that of O(store), but for C(manifests/<host>/).
+    type: str
   root:
     description: The directory on the host that this project owns, C(aerie_root); needed with O(lease).
     type: path
@@ -92,6 +114,13 @@ EXAMPLES = r"""
     path: /opt/aerie/releases/0.5.23-0123456789ab/lib/python3.12/site-packages
     store: /opt/aerie/originals
     state: verified
+
+- name: Patch a checkout in place, and bring the originals to the controller
+  source_patch:
+    path: /sgl-workspace/sglang/python
+    sets: [phase_profiler]
+    store: /opt/aerie/originals
+    originals_on_controller: originals
 """
 
 RETURN = r"""
@@ -100,6 +129,36 @@ version:
   returned: success
   type: str
   sample: 0.5.23
+origin:
+  description: What says how the package's files were, V(record) (the wheel's RECORD), V(git) (HEAD of a checkout) or V(none).
+  returned: success
+  type: str
+  sample: git
+commit:
+  description: The commit that the git checkout is at; null with another origin.
+  returned: success
+  type: str
+  sample: 4f7ef6ad1c0b6a6f1d5f1a1b0e3a9c55d2b8c7e0
+backups:
+  description: Back-ups made by hand beside the files that the sets touch; RV(backups[].is) is V(pristine), V(differs) or V(unknown).
+  returned: success, unless O(state=verified)
+  type: list
+  elements: dict
+  sample:
+    - path: sglang/srt/speculative/eagle_worker.py.bak
+      file: sglang/srt/speculative/eagle_worker.py
+      is: differs
+      words: "differs from the pristine file: +3 -1"
+kept:
+  description: The manifest of what is applied, and the hashes of the originals in O(store) that taking it back needs.
+  returned: success, with O(originals_on_controller), when something is applied, not in check mode
+  type: dict
+  sample: {manifest: /opt/aerie/originals/manifests/0123456789abcdef.json, sha256: 5d1c07, originals: [3f0c5e2b9d]}
+fetched:
+  description: How many originals were brought to O(originals_on_controller).
+  returned: success, with O(originals_on_controller)
+  type: int
+  sample: 2
 files:
   description: Every file that is, was or would be patched, added, restored or removed.
   returned: success, unless O(sets) was left out
@@ -119,6 +178,12 @@ sets:
   type: list
   elements: dict
   sample: [{name: phase_profiler, sha256: 9b1f4a}]
+sets_before:
+  description: The patch sets that were applied before, in order, in the same form.
+  returned: success, unless O(state=verified)
+  type: list
+  elements: dict
+  sample: []
 recovered:
   description: What a run that was cut off had begun, and whether it was V(undone) or found V(finished); in check mode what would be done.
   returned: when there was such a run
@@ -140,9 +205,10 @@ drift:
 from pathlib import Path
 from typing import Any
 
-from ansible.module_utils.aerie import lease, patch_plan, patch_transaction
+from ansible.module_utils.aerie import lease, patch_plan, patch_requires, patch_store, patch_transaction
 from ansible.module_utils.aerie.errors import AerieError
-from ansible.module_utils.aerie.patch_set import PatchSet
+from ansible.module_utils.aerie.files import sha256_file
+from ansible.module_utils.aerie.patch_set import PatchSet, selected
 from ansible.module_utils.aerie.patch_store import PatchStore
 from ansible.module_utils.aerie.paths import HostPaths
 from ansible.module_utils.aerie.source_tree import SourceTree
@@ -158,6 +224,7 @@ def verified(tree: SourceTree, store: PatchStore, sets: list[PatchSet] | None) -
 
 def converged(module: AnsibleModule, tree: SourceTree, store: PatchStore, sets: list[PatchSet]) -> dict[str, Any]:
     asked = {"accept_unknown": module.params["accept_unknown"]}
+    patch_requires.check(selected(sets, tree.version)[0], [tree.path, *map(Path, module.params["search_path"])])
     if module.check_mode:
         planned = patch_plan.plan(tree, store, sets, **asked)
     else:
@@ -172,13 +239,15 @@ def converged(module: AnsibleModule, tree: SourceTree, store: PatchStore, sets: 
                 owner=module.params["lease"],
                 verify=lambda: patch_transaction.run_verifiers(module.params["verifier"], tree.path),
             )
-    for warning in planned.warnings:
+    for warning in (*planned.warnings, *planned.notes):
         module.warn(warning)
     recovered = {"recovered": planned.interrupted.as_result()} if planned.interrupted else {}
     return {
         "changed": planned.changed,
         "files": [file.as_result() for file in planned.files],
         "sets": planned.applied_after,
+        "sets_before": planned.applied_before,
+        "backups": [one.as_result() for one in planned.backups],
         "diff": {"prepared": planned.diff()},
         **recovered,
     }
@@ -195,7 +264,9 @@ def main() -> None:
             "state": {"type": "str", "choices": ["present", "absent", "verified"], "default": "present"},
             "verifier": {"type": "list", "elements": "list", "default": []},
             "version": {"type": "str"},
+            "search_path": {"type": "list", "elements": "path", "default": []},
             "accept_unknown": {"type": "bool", "default": False},
+            "originals_on_controller": {"type": "str"},
             "root": {"type": "path"},
             "lease": {"type": "dict"},
         },
@@ -212,13 +283,26 @@ def main() -> None:
         result = (
             verified(tree, store, sets) if state == "verified" else converged(module, tree, store, [] if state == "absent" else sets or [])
         )
+        wanted = module.params["originals_on_controller"] and not module.check_mode
+        if wanted and (manifest := store.manifest()):
+            result["kept"] = {
+                "manifest": str(store.manifest_path),
+                "sha256": sha256_file(store.manifest_path),
+                "originals": sorted(patch_store.needed(manifest)),
+            }
     except AerieError as error:
         module.fail_json(msg=str(error))
     except OSError as error:
         module.fail_json(msg=f"{error.filename}: {error.strerror}")
     if result.get("failed"):
         module.fail_json(**result)
-    module.exit_json(version=tree.version.text, store_same_filesystem=store.same_filesystem_as(tree.path), **result)
+    module.exit_json(
+        version=tree.version.text,
+        origin=tree.origin,
+        commit=tree.commit,
+        store_same_filesystem=store.same_filesystem_as(tree.path),
+        **result,
+    )
 
 
 if __name__ == "__main__":

@@ -96,6 +96,18 @@ def derive(original: bytes, hooks: Sequence[Hook], file: str) -> tuple[Derived |
     return Derived(result, insertions), []
 
 
+def locate(original: bytes, hooks: Sequence[Hook]) -> list[tuple[Hook, int | NoPlace]]:
+    """Return for each of ``hooks`` the line of ``original`` that its lines come before, or why there is no telling."""
+    source = _Source(original)
+    found: list[tuple[Hook, int | NoPlace]] = []
+    for hook in hooks:
+        try:
+            found.append((hook, source.place(hook)[0].line))
+        except NoPlace as problem:
+            found.append((hook, problem))
+    return found
+
+
 def splice(original: bytes, insertions: Sequence[Insertion]) -> bytes:
     """Return ``original`` with ``insertions``, which are in order of offset."""
     parts, position = [], 0

@@ -2,30 +2,51 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Let an error of a call that is given an open file name that file, as one that is given a path does."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise
 
 
 def fsync_dir(path: Path) -> None:
     """Make a rename or unlink inside the directory ``path`` durable."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        os.fsync(descriptor)
+        with naming(path):
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)
 
 
-def write_atomic(path: Path, data: bytes | str, mode: int = 0o644) -> None:
-    """Write ``data`` to ``path`` so that a reader, or a crash, sees the old file or the new one and never a part."""
+def write_atomic(path: Path, data: bytes | str, mode: int = 0o644, temporary: Path | None = None) -> None:
+    """Write ``data`` to ``path`` so that a reader, or a crash, sees the old file or the new one and never a part.
+
+    It is first written to ``temporary``, which must not be there; by default to a name beside ``path`` that nobody else uses.
+    """
     payload = data.encode() if isinstance(data, str) else data
     path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    if temporary is None:
+        descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    else:
+        temporary.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, name = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), str(temporary)
     try:
-        with os.fdopen(descriptor, "wb") as stream:
+        with naming(path), os.fdopen(descriptor, "wb") as stream:
             stream.write(payload)
             stream.flush()
             os.fchmod(stream.fileno(), mode)

@@ -20,10 +20,13 @@ from ansible.module_utils.aerie.words import listing, near
 NAME = re.compile(r"[a-z][a-z0-9_]*")
 STEPS = ("class", "function", "branch", "loop")
 WHERES = ("before", "after", "start", "end")
-SET_KEYS = ("name", "summary", "why", "versions", "needs", "conflicts", "upstream_since", "import", "hooks")
+SET_KEYS = ("name", "summary", "why", "versions", "needs", "conflicts", "requires", "upstream_since", "import", "hooks")
 SET_REQUIRED = ("name", "summary", "why", "versions")
 HOOK_KEYS = ("name", "file", "at", "call", "where", "insert", "import", "versions")
 HOOK_REQUIRED = ("name", "file", "where", "insert")
+REQUIREMENT_KEYS = ("package", "file", "value", "function", "argument", "decorator", "contains", "why", "cure")
+REQUIREMENT_REQUIRED = ("package", "file", "contains", "why", "cure")
+REQUIREMENT_HELP = "function is what the call is in, or the decorator on"
 PROSE = ("summary", "why")
 
 
@@ -53,6 +56,29 @@ class Hook:
 
 
 @dataclass(frozen=True)
+class Requirement:
+    """A list in another package's sources that must hold ``contains``: what ``value`` is assigned, or, in or on ``function``, an
+    ``argument`` of a call or what a ``decorator`` is given."""
+
+    package: str
+    file: str
+    value: str | None
+    function: str | None
+    argument: str | None
+    decorator: str | None
+    contains: int | str
+    why: str
+    cure: str
+
+    @property
+    def place(self) -> str:
+        """The place in words."""
+        if self.value is not None:
+            return self.value
+        return f"{self.argument} of {self.function}" if self.argument else f"@{self.decorator} of {self.function}"
+
+
+@dataclass(frozen=True)
 class PatchSet:
     """A named change to a package: modules that it adds (``overlay``, by path below site-packages) and hooks that it inserts."""
 
@@ -62,6 +88,7 @@ class PatchSet:
     versions: Specifier
     needs: tuple[str, ...]
     conflicts: tuple[str, ...]
+    requires: tuple[Requirement, ...]
     upstream_since: Version | None
     hooks: tuple[Hook, ...]
     overlay: Mapping[str, str]
@@ -75,6 +102,10 @@ class PatchSet:
 
     def hooks_for(self, version: Version) -> tuple[Hook, ...]:
         return tuple(hook for hook in self.hooks if version in hook.versions)
+
+    def touches(self, path: str, version: Version) -> bool:
+        """Say whether the set changes or adds the file ``path``."""
+        return path in self.overlay or any(hook.file == path for hook in self.hooks_for(version))
 
     @classmethod
     def of(cls, shipped: Mapping[str, Any]) -> PatchSet:
@@ -97,6 +128,10 @@ class PatchSet:
         problems.each(f"two hooks are named {twice!r}" for twice in sorted({one for one in names if names.count(one) > 1}))
         if not hooks and not overlay:
             problems.add("it has neither hooks nor files in overlay/: it would change nothing")
+        needed = definition.get("requires") or []
+        if not isinstance(needed, list):
+            problems.add(f"requires must be a list of mappings with the keys {listing(REQUIREMENT_KEYS)}")
+            needed = []
         problems.each(f"overlay/{path}: {wrong}" for path in overlay if (wrong := wrong_path(path)))
         made = cls(
             name=name,
@@ -105,6 +140,7 @@ class PatchSet:
             versions=problems.value(Specifier.parse, definition.get("versions"), "versions") or Specifier("", ()),
             needs=problems.names(definition, "needs"),
             conflicts=problems.names(definition, "conflicts"),
+            requires=tuple(found for number, one in enumerate(needed, 1) if (found := _requirement(one, number, problems))),
             upstream_since=problems.value(Version.parse, definition.get("upstream_since"), "upstream_since"),
             hooks=tuple(hook for hook in read if hook),
             overlay=dict(overlay),
@@ -211,6 +247,39 @@ def _hook(hook: Any, number: int, set_import: Any, problems: _Problems) -> Hook 
         insert=textwrap.dedent(hook["insert"]).strip("\n") if problems.text(hook, "insert", prefix) else "",
         imports=text.strip() if text else None,
         versions=problems.value(Specifier.parse, hook.get("versions"), "versions", prefix) or Specifier("", ()),
+    )
+
+
+def _requirement(value: Any, number: int, problems: _Problems) -> Requirement | None:
+    prefix = f"requires {number}: "
+    if not isinstance(value, Mapping):
+        problems.add(f"{prefix}must be a mapping with the keys {listing(REQUIREMENT_KEYS)}")
+        return None
+    before = len(problems.found)
+    problems.keys(value, REQUIREMENT_KEYS, REQUIREMENT_REQUIRED, prefix)
+    texts = {key: problems.text(value, key, prefix) or None for key in REQUIREMENT_KEYS if key != "contains"}
+    ways = [way for way in ("value", "argument", "decorator") if texts[way]]
+    if len(ways) != 1:
+        problems.add(f"{prefix}needs one of value, argument and decorator, which says where the list is, not {listing(ways)}")
+    elif (ways == ["value"]) == bool(texts["function"]):
+        problems.add(f"{prefix}{'value stands alone' if ways == ['value'] else ways[0] + ' needs function'}: {REQUIREMENT_HELP}")
+    if texts["file"] and (wrong := wrong_path(texts["file"])):
+        problems.add(f"{prefix}file {texts['file']!r} {wrong}")
+    contains = value.get("contains")
+    if contains is not None and (isinstance(contains, bool) or not isinstance(contains, int | str)):
+        problems.add(f"{prefix}contains must be a number or text, not {contains!r}")
+    if len(problems.found) > before or contains is None:
+        return None
+    return Requirement(
+        package=texts["package"] or "",
+        file=texts["file"] or "",
+        value=texts["value"],
+        function=texts["function"],
+        argument=texts["argument"],
+        decorator=texts["decorator"],
+        contains=contains,
+        why=texts["why"] or "",
+        cure=texts["cure"] or "",
     )
 
 

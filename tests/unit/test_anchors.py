@@ -196,6 +196,14 @@ def test_what_has_no_one_place_is_refused_with_near_matches(one, message):
     assert re.search(message, problem(one))
 
 
+def test_places_are_told_one_by_one_also_where_others_are_missing():
+    there, gone = hook("class Worker/function step", call="self.verify"), hook("class Worker/function step", call="self.verfy", name="gone")
+    (_, line), (_, problem) = anchors.locate(SOURCE.encode(), [there, gone])
+    assert line == 1 + SOURCE[: SOURCE.index("out = self.verify(")].count("\n")
+    assert "looked for the only statement that calls 'self.verfy'" in str(problem)
+    assert "did you mean 'self.verify'" in str(problem)
+
+
 def test_a_call_that_is_there_twice_is_refused():
     source = "def f():\n    g()\n    if g():\n        pass\n"
     assert "2 (lines 2 and 3)" in problem(hook("function f", call="g"), source)

@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -171,3 +172,125 @@ def test_through_ansible_the_controller_reads_the_sets_and_ships_them(tmp_path, 
     )
     assert re.search(message, done.stdout), done.stdout + done.stderr
     assert not (tmp_path / "store/manifests").exists()
+
+
+# Git checkouts
+
+
+@pytest.fixture
+def checkout(site: Path) -> Path:
+    """The package as a git checkout of version 1.5 instead of an installed one."""
+    shutil.rmtree(site / "pkg-1.5.dist-info")
+    for arguments in (["init", "--quiet"], ["add", "--all"], ["commit", "--quiet", "-m", "first"], ["tag", "v1.5"]):
+        subprocess.run(["git", "-c", "user.name=A", "-c", "user.email=a@example.org", *arguments], cwd=site, check=True)
+    return site
+
+
+def test_a_git_checkout_is_patched_in_place_and_clean_again_afterwards(run, checkout):
+    before = tree(checkout)
+    done = run()
+    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=checkout, capture_output=True, text=True, check=True).stdout.strip()
+    assert (done["origin"], done["commit"], done["version"], done["changed"]) == ("git", head, "1.5", True)
+    assert run()["changed"] is False
+    assert run(state="verified")["origin"] == "git"
+    assert run(state="absent", sets=None, definitions=None)["changed"] is True
+    assert tree(checkout) == before
+
+
+def test_an_uncommitted_edit_is_refused_with_its_diff(run, checkout):
+    (checkout / "pkg/a.py").write_bytes(SOURCE + b"# by hand\n")
+    before = tree(checkout)
+    result = run()
+    assert result["failed"] and "+# by hand" in result["msg"] and "against HEAD" in result["msg"]
+    assert tree(checkout) == before
+
+
+def test_back_ups_made_by_hand_are_returned_and_warned_about_once(run, checkout, monkeypatch):
+    warnings: list[str] = []
+    monkeypatch.setattr(source_patch.AnsibleModule, "warn", lambda _, text: warnings.append(text))
+    (checkout / "pkg/a.py.bak").write_bytes(SOURCE)
+    (checkout / "pkg/a.py.orig").write_bytes(b"else\n")
+    for _ in range(2):
+        assert [(one["path"], one["file"], one["is"]) for one in run()["backups"]] == [
+            ("pkg/a.py.bak", "pkg/a.py", "pristine"),
+            ("pkg/a.py.orig", "pkg/a.py", "differs"),
+        ]
+    assert len(warnings) == 1 and "pkg/a.py.bak is the pristine file" in warnings[0]
+    assert (checkout / "pkg/a.py.orig").read_bytes() == b"else\n"
+
+
+def test_what_was_accepted_comes_back_byte_for_byte(run, checkout):
+    (checkout / "pkg/a.py").write_bytes(SOURCE + b"# by hand\n")
+    before = tree(checkout)
+    assert run(accept_unknown=True)["changed"]
+    assert run(state="absent", sets=None, definitions=None)["changed"]
+    assert tree(checkout) == before
+
+
+# Originals on the controller
+
+
+def test_originals_are_brought_to_the_controller_once_and_checked_and_a_lost_store_can_be_had_from_them(site, tmp_path):
+    project, copies = Path(__file__).parents[2], tmp_path / "copies"
+    ours = tmp_path / "project"
+    (ours / "patches/one/overlay/pkg").mkdir(parents=True)
+    (ours / "patches/one/patchset.yml").write_text(json.dumps(SET["definition"]))
+    (ours / "patches/one/overlay/pkg/new.py").write_text("x = 1\n")
+    for name in ("plugins", "library", "module_utils"):
+        (ours / name).symlink_to(project / name)
+    store, sha256 = tmp_path / "store", hashlib.sha256(SOURCE).hexdigest()
+    copy = copies / "sha256" / sha256[:2] / sha256
+    patch = {"path": str(site), "package": "pkg", "store": str(store), "originals_on_controller": "copies"}
+
+    def task(name: str, **arguments: Any) -> dict[str, Any]:
+        return {"source_patch": patch | arguments, "register": name}
+
+    def listed(name: str) -> dict[str, Any]:
+        return {"ansible.builtin.find": {"paths": str(copies), "recurse": True}, "register": name}
+
+    restored = f"rm -rf {store} && mkdir {store} && cp -r {copies}/sha256 {store} && cp -r {copies}/manifests/localhost {store}/manifests"
+    tasks = [
+        task("checked", sets=["one"]) | {"check_mode": True},
+        listed("after_check"),
+        task("first", sets=["one"]),
+        listed("after_first"),
+        task("second", sets=["one"]),
+        listed("after_second"),
+        {"ansible.builtin.shell": f"chmod u+w {copy} && echo rot > {copy}"},
+        task("mended", state="verified"),
+        {"ansible.builtin.shell": restored},
+        task("back", state="absent"),
+    ]
+    names = [one["register"] for one in tasks if "register" in one]
+    results = {
+        "ansible.builtin.copy": {
+            "dest": str(tmp_path / "results.json"),
+            "content": f"{{{{ {{ {', '.join(f'{name!r}: {name}' for name in names)} }} }}}}",
+        }
+    }
+    play = [{"hosts": "localhost", "gather_facts": False, "tasks": [*tasks, results]}]
+    (tmp_path / "play.yml").write_text(json.dumps(play))
+    plugins = {"ANSIBLE_ACTION_PLUGINS": "plugins/action", "ANSIBLE_LIBRARY": "library", "ANSIBLE_MODULE_UTILS": "module_utils"}
+    done = subprocess.run(
+        [sys.executable, "-m", "ansible.cli.playbook", "-i", "localhost,", "-c", "local", "play.yml"],
+        env=os.environ
+        | {name: str(ours / path) for name, path in plugins.items()}
+        | {"ANSIBLE_PYTHON_INTERPRETER": sys.executable, "ANSIBLE_LOCAL_TEMP": str(tmp_path)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((tmp_path / "results.json").read_text())
+    assert [found[name]["fetched"] for name in ("checked", "first", "second", "mended", "back")] == [0, 1, 0, 1, 0]
+    assert found["after_check"]["matched"] == 0
+    assert found["after_first"]["matched"] == 2
+    keep = ("path", "inode", "mtime")
+    first, second = ([[one[key] for key in keep] for one in found[name]["files"]] for name in ("after_first", "after_second"))
+    assert first == second
+    assert found["second"]["changed"] is False
+    assert copy.read_bytes() == (site / "pkg/a.py").read_bytes() == SOURCE
+    assert found["back"]["changed"] and not (site / "pkg/new.py").exists()
+    (manifest,) = (copies / "manifests/localhost").iterdir()
+    assert json.loads(manifest.read_text())["files"]["pkg/a.py"]["before"] == sha256
