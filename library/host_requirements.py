@@ -29,6 +29,12 @@ options:
     description: The interpreter that environments are made with.
     type: str
     default: python3
+  adopt_environment:
+    description: The interpreter that is used with its packages as they are, as in C(sglang_release_adopt_environment).
+    type: str
+  adopt_tree:
+    description: The checkout that is used in place, as in C(sglang_release_adopt), on the packages of O(adopt_environment) or O(python).
+    type: str
   version:
     description: The SGLang version that is to run, as in C(sglang_release_version); with it, a Python that it has no build for is refused.
     type: str
@@ -86,6 +92,8 @@ def main() -> None:
             "profile": {"type": "str", "choices": ["cpu", "cuda"], "required": True},
             "root": {"type": "path", "required": True},
             "python": {"type": "str", "default": "python3"},
+            "adopt_environment": {"type": "str"},
+            "adopt_tree": {"type": "str"},
             "version": {"type": "str"},
             "instances": {"type": "dict", "default": {}},
             "models": {"type": "dict", "default": {}},

@@ -10,6 +10,8 @@ description:
   - Makes a virtual environment from a lock file, every package checked by its hash, and fetches SGLang's own wheel beside it.
   - An environment is named after all that it is made from, so releases share it, and one that is there is never made again.
   - An environment that a killed run left half made is made again.
+  - Instead of making one, it can adopt what the host has, a Python with its packages and SGLang, or a checkout of SGLang. That is only
+    looked at; of all this, nothing but the environment of supervisor is made then.
   - The work runs detached on the host, survives a cut connection, and shows its progress.
   - The action plugin of this module reads C(versions.yml) and the lock on the controller; the host needs neither.
 author: Aerie contributors (!UNKNOWN)
@@ -24,7 +26,9 @@ options:
     choices: [cpu, cuda]
     required: true
   version:
-    description: The SGLang version, one of C(versions.yml); its default for O(profile) when left out.
+    description:
+      - The SGLang version, one of C(versions.yml); its default for O(profile) when left out.
+      - With O(adopt_environment) or O(adopt_tree), the version that must be there; any when left out.
     type: str
   python:
     description: The Python on the host that environments are made with, a name or a path.
@@ -49,6 +53,16 @@ options:
     description: Whether to make the environment of supervisor too, which owns servers where systemd does not run.
     type: bool
     default: false
+  adopt_environment:
+    description:
+      - A Python on the host whose packages and SGLang are used as they are, as in a container image, such as V(/opt/venv/bin/python).
+      - Its SGLang is an installed wheel, or an editable installation of a git checkout without uncommitted changes.
+    type: str
+  adopt_tree:
+    description:
+      - The directory of a checkout that holds the package C(sglang), to be used, and patched, in place.
+      - Its packages are those of O(adopt_environment), or else of O(python).
+    type: str
   architectures:
     description: The architectures of the host's GPUs, such as V(sm120); a version that was not verified on them causes a warning.
     type: list
@@ -93,6 +107,12 @@ EXAMPLES = r"""
     profile: cuda
     python: python3.12
     wheels: /srv/wheels
+
+- name: Use what a container image brings
+  sglang_environment:
+    root: /opt/aerie
+    profile: cuda
+    adopt_environment: /opt/venv/bin/python
 """
 
 RETURN = r"""
@@ -107,7 +127,7 @@ profile:
   type: str
   sample: cuda
 verified_on:
-  description: What this version was verified on.
+  description: What this version was verified on; of an adopted one, what its lock was, and nothing when C(versions.yml) has none.
   returned: success
   type: list
   elements: str
@@ -123,13 +143,20 @@ environment:
     python: /opt/aerie/environments/cuda-0f3a51c2b9d8/bin/python
     python_version: 3.12.3
     torch_version: 2.11.0+cu130
+    adopted: false
+    search_path: [/opt/aerie/environments/cuda-0f3a51c2b9d8/lib/python3.12/site-packages]
 package:
-  description: SGLang's own pristine copy, and the hash of the wheel that it came from.
+  description:
+    - SGLang's own pristine copy, and the hash of the wheel that it came from.
+    - Of an adopted one, the directory that it is imported from, a hash of its files (of a tree, of its path and commit), what of it was
+      adopted (V(environment) or V(tree)), and the commit, if git knows it.
   returned: success
   type: dict
   sample:
     path: /opt/aerie/packages/sglang-0.5.15.post1-d1cf208d
     sha256: d1cf208d6ed6bd1d66e6c284635cb671519855dcdfe119e3c4011b6797c90679
+    adopted: null
+    commit: null
 supervisor:
   description: The environment of supervisor, or null when it was not asked for.
   returned: success
@@ -148,7 +175,7 @@ made:
 from pathlib import Path
 from typing import Any
 
-from ansible.module_utils.aerie import environment, jobs, lease
+from ansible.module_utils.aerie import adoption, environment, jobs, lease
 from ansible.module_utils.aerie.environment import Source, Spec
 from ansible.module_utils.aerie.errors import AerieError
 from ansible.module_utils.aerie.paths import HostPaths
@@ -166,6 +193,8 @@ def main() -> None:
             "index_url": {"type": "str"},
             "extra_index_urls": {"type": "list", "elements": "str", "default": []},
             "supervisor": {"type": "bool", "default": False},
+            "adopt_environment": {"type": "str"},
+            "adopt_tree": {"type": "str"},
             "architectures": {"type": "list", "elements": "str", "default": []},
             "build": {"type": "dict"},
             "lock_text": {"type": "str"},
@@ -176,7 +205,8 @@ def main() -> None:
         supports_check_mode=True,
     )
     try:
-        module.exit_json(**converge(module))
+        adopting = module.params["adopt_environment"] or module.params["adopt_tree"]
+        module.exit_json(**(adopt(module) if adopting else converge(module)))
     except AerieError as error:
         module.fail_json(msg=str(error))
     except OSError as error:
@@ -222,6 +252,49 @@ def converge(module: AnsibleModule) -> dict[str, Any]:
     def work(progress: jobs.Progress) -> dict[str, Any]:
         environment.apply(paths, spec, interpreter, source, progress, supervisor=supervisor)
         return result()
+
+    job = jobs.new_directory(paths.jobs, "sglang_environment")
+    jobs.start(job, work)
+    return {"changed": True, "job": str(job)}
+
+
+def adopt(module: AnsibleModule) -> dict[str, Any]:
+    """Look at what the host has; make supervisor's environment, in a detached job, where that is missing."""
+    params = module.params
+    paths, profile = HostPaths(Path(params["root"])), params["profile"]
+    named = params["adopt_environment"]
+    found = adoption.survey(named or params["python"], adoption.ENVIRONMENT_SETTING if named else "sglang_release_python")
+    notes = adoption.check(found, profile)
+    tree, asked = params["adopt_tree"], params["version"]
+    package = adoption.tree(found, tree, asked) if tree else adoption.installed(found, asked)
+    for note in (*notes, *package.notes):
+        module.warn(note)
+    supervisor, lock_text = None, params["supervisor_lock_text"]
+    if params["supervisor"]:
+        interpreter = adoption.supervisor_interpreter((params["python"], str(found.python)))
+        supervisor = environment.supervisor_path(paths, lock_text, interpreter)
+    missing = supervisor is not None and not environment.is_whole(supervisor)
+    made = [str(supervisor.relative_to(paths.root))] if supervisor and missing else []
+    result = {
+        "changed": missing,
+        "made": made,
+        "verified_on": [],
+        "diff": {"before": "", "after": "".join(f"{name}\n" for name in made)},
+        "supervisor": environment.describe_supervisor(supervisor),
+        **adoption.describe(found, package, profile),
+    }
+    if not missing or module.check_mode:
+        return result
+    environment.check_disk(paths.root, environment.SUPERVISOR_GIB)
+    lease.renew_if_given(paths.lease, params["lease"])
+    source = Source(params["wheels"], params["index_url"], tuple(params["extra_index_urls"]))
+
+    def work(progress: jobs.Progress) -> dict[str, Any]:
+        assert supervisor is not None
+        with environment.alone(paths, progress):
+            if not environment.is_whole(supervisor):
+                environment.make_supervisor(supervisor, lock_text, interpreter, source, progress, extra=profile == "cuda")
+        return result
 
     job = jobs.new_directory(paths.jobs, "sglang_environment")
     jobs.start(job, work)

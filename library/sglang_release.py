@@ -12,6 +12,9 @@ description:
   - To verify is to compile the speculative workers, to import them with the release's own Python, from its own tree, and to keep
     what SGLang's own parser takes in C(server_arguments.json) of the release. When that fails, the current release stays.
   - What was verified is not verified again, so going back is a matter of milliseconds.
+  - On an adopted environment a release has its own copy of SGLang all the same. Of an adopted tree it is a skeleton that imports SGLang
+    from there; it is one release for all patch sets, and V(present) with other patch sets makes it unverified. Whatever was adopted is
+    never written to, and a release whose adopted environment or commit has changed since is refused with what changed.
   - The work runs detached on the host, survives a cut connection, and shows its progress.
 author: Aerie contributors (!UNKNOWN)
 options:
@@ -51,6 +54,17 @@ options:
   patch_set_hashes:
     description: The content hash of each of O(patch_sets); the action plugin of this module fills it in.
     type: dict
+  set_caches_aside:
+    description:
+      - With V(current), when that changes anything, moves the compiled kernels of the release that was current before to C(caches/.aside),
+        so that none is used for sources that it was not compiled from. Its servers must be stopped.
+    type: bool
+    default: false
+  restore_previous:
+    description:
+      - With V(current), what C(previous) points to afterwards, in place of the release that is left; an empty string is none.
+      - For taking back a switch that failed, so that the release that failed is not the one to go back to.
+    type: str
   lease:
     description: The lease of this run on the host, as M(host_lease) returned it; renewed before anything is changed.
     type: dict
@@ -104,7 +118,7 @@ path:
   type: str
   sample: /opt/aerie/releases/0.5.15.post1-3b1f4a9c02de
 site_packages:
-  description: Where its own copy of SGLang is.
+  description: Where its own copy of SGLang is, or the adopted tree.
   returned: unless O(state=absent)
   type: str
   sample: /opt/aerie/releases/0.5.15.post1-3b1f4a9c02de/lib/python3.12/site-packages
@@ -121,6 +135,9 @@ release:
     id: 0.5.15.post1-3b1f4a9c02de
     sglang_version: 0.5.15.post1
     profile: cuda
+    adopted: null
+    tree: null
+    commit: null
     patch_sets: [{name: phase_profiler, sha256: 9b1f4a}]
     verified: true
 current:
@@ -133,6 +150,12 @@ previous:
   returned: success
   type: str
   sample: 0.5.15.post1-77ab01c4de55
+caches_aside:
+  description: Where caches were moved to, below O(root); in check mode those that would be moved, where they are.
+  returned: with O(state=current)
+  type: list
+  elements: str
+  sample: [caches/.aside/0.5.15.post1-77ab01c4de55-580.95.05.20260301T120000Z]
 """
 
 from pathlib import Path
@@ -142,6 +165,7 @@ from ansible.module_utils.aerie import jobs, lease, release
 from ansible.module_utils.aerie.errors import AerieError
 from ansible.module_utils.aerie.paths import HostPaths
 from ansible.module_utils.aerie.release import Ingredients, PatchSetRef
+from ansible.module_utils.aerie.words import listing
 from ansible.module_utils.basic import AnsibleModule
 
 INGREDIENTS = ("version", "profile", "environment", "package")
@@ -159,6 +183,8 @@ def main() -> None:
             "package": {"type": "dict"},
             "patch_sets": {"type": "list", "elements": "str", "default": []},
             "patch_set_hashes": {"type": "dict"},
+            "set_caches_aside": {"type": "bool", "default": False},
+            "restore_previous": {"type": "str"},
             "lease": {"type": "dict"},
         },
         required_if=[("state", "present", INGREDIENTS), ("state", "current", ("id",)), ("state", "absent", ("id",))],
@@ -189,20 +215,25 @@ def present(module: AnsibleModule, paths: HostPaths) -> dict[str, Any]:
     )
     found = release.read(paths, ingredients.id)
     value = found or release.planned(ingredients)
-    changed = found is None
+    repatched = found is not None and ingredients.adopted == "tree" and found["patch_sets"] != release.patch_sets_of(ingredients)
+    changed = found is None or repatched
+    after = shown(release.planned(ingredients))
 
     def result(exists: bool) -> dict[str, Any]:
-        after = f"release {ingredients.id}\n"
         return {
             "changed": changed,
             "exists": exists,
-            "diff": {"before": "" if changed else after, "after": after},
+            "diff": {"before": shown(found) if found else "", "after": after if changed or not found else shown(found)},
             **links(paths),
             **release.describe(paths, value),
         }
 
     if not changed or module.check_mode:
-        return result(exists=not changed)
+        return result(exists=found is not None)
+    if repatched:
+        lease.renew_if_given(paths.lease, params["lease"])
+        value = release.set_patch_sets(paths, ingredients)
+        return result(exists=True)
 
     def work(progress: jobs.Progress) -> dict[str, Any]:
         release.make(paths, ingredients, progress)
@@ -214,26 +245,32 @@ def present(module: AnsibleModule, paths: HostPaths) -> dict[str, Any]:
 def current(module: AnsibleModule, paths: HostPaths) -> dict[str, Any]:
     """Verify a release where that was not done yet, and make it current."""
     asked, before = module.params["id"], links(paths)
-    if module.check_mode and release.ID.fullmatch(asked) and release.read(paths, asked) is None:
-        return switched(before, asked) | {"id": asked, "exists": False, "changed": True}  # state present would have made it
+    caches = release.caches_of(paths, before["current"]) if module.params["set_caches_aside"] else []
+    names = [str(cache.relative_to(paths.root)) for cache in caches]
+    if module.check_mode and release.ID.fullmatch(asked) and release.read(paths, asked) is None:  # state present would have made it
+        return switched(before, asked) | {"id": asked, "exists": False, "changed": True, "caches_aside": names}
     value = release.find(paths, asked)
     after = switched(before, value["id"])
+    restored = module.params["restore_previous"]
+    if restored is not None and after["current"] != before["current"]:
+        after["previous"] = restored or None
     changed = after["current"] != before["current"] or not value["verified"]
 
-    def result(verified: dict[str, Any]) -> dict[str, Any]:
-        return after | {"changed": changed, "exists": True, **release.describe(paths, verified)}
+    def result(verified: dict[str, Any], aside: list[str]) -> dict[str, Any]:
+        return after | {"changed": changed, "exists": True, "caches_aside": aside, **release.describe(paths, verified)}
 
     if not changed or module.check_mode:
-        return result(value)
+        return result(value, names if changed else [])
     if value["verified"]:
         lease.renew_if_given(paths.lease, module.params["lease"])
-        release.switch(paths, value["id"])
-        return result(value)
+        release.require_unchanged(paths, value)
+        release.switch(paths, value["id"], restored)
+        return result(value, release.set_aside(paths, caches))
 
     def work(progress: jobs.Progress) -> dict[str, Any]:
         verified = release.verify(paths, value, progress)
-        release.switch(paths, value["id"])
-        return result(verified)
+        release.switch(paths, value["id"], restored)
+        return result(verified, release.set_aside(paths, caches))
 
     return detached(module, paths, work)
 
@@ -259,6 +296,12 @@ def detached(module: AnsibleModule, paths: HostPaths, work: Any) -> dict[str, An
     job = jobs.new_directory(paths.jobs, "sglang_release")
     jobs.start(job, work)
     return {"changed": True, "job": str(job)}
+
+
+def shown(value: dict[str, Any]) -> str:
+    """Return a release as the diff shows it; of an adopted tree, also the patch sets, as its id does not tell them."""
+    sets = f"patch sets: {listing(one['name'] for one in value['patch_sets'])}\n" if value.get("tree") else ""
+    return f"release {value['id']}\n{sets}"
 
 
 def links(paths: HostPaths) -> dict[str, str | None]:

@@ -182,12 +182,7 @@ def plan(paths: HostPaths, spec: Spec, interpreter: Interpreter, *, supervisor: 
         )
     environment = paths.environments / spec.environment_id(interpreter.minor)
     package = paths.packages / spec.package_name(interpreter.minor)
-    supervisor_environment = None
-    if supervisor:
-        if spec.supervisor_lock_text is None:
-            raise AerieError("supervisor was asked for without its lock")
-        contents = {"lock": spec.supervisor_lock_text, "python": interpreter.minor}
-        supervisor_environment = paths.environments / f"supervisor-{canonical_hash(contents)[:12]}"
+    supervisor_environment = supervisor_path(paths, spec.supervisor_lock_text, interpreter) if supervisor else None
     result = Plan(
         environment=environment,
         package=package,
@@ -199,6 +194,13 @@ def plan(paths: HostPaths, spec: Spec, interpreter: Interpreter, *, supervisor: 
     needed = spec.disk_gib * result.make_environment + PACKAGE_GIB * result.make_package + SUPERVISOR_GIB * result.make_supervisor
     check_disk(paths.root, needed)
     return result
+
+
+def supervisor_path(paths: HostPaths, lock_text: str | None, interpreter: Interpreter) -> Path:
+    """Return where the environment of supervisor is, or will be."""
+    if lock_text is None:
+        raise AerieError("supervisor was asked for without its lock")
+    return paths.environments / f"supervisor-{canonical_hash({'lock': lock_text, 'python': interpreter.minor})[:12]}"
 
 
 def is_whole(environment: Path) -> bool:
@@ -219,14 +221,14 @@ def check_disk(path: Path, needed_gib: float) -> None:
 
 def apply(paths: HostPaths, spec: Spec, interpreter: Interpreter, source: Source, progress: Progress, *, supervisor: bool) -> None:
     """Make what is missing. Two runs at once don't meet: the second waits, and then finds everything made."""
-    with _alone(paths, progress):
+    with alone(paths, progress):
         todo = plan(paths, spec, interpreter, supervisor=supervisor)
         if todo.make_environment:
             make_environment(todo.environment, spec, interpreter, source, progress)
         if todo.make_package:
             make_package(todo, spec, interpreter, source, progress)
         if todo.make_supervisor and todo.supervisor is not None:
-            make_supervisor(todo.supervisor, spec, interpreter, source, progress)
+            make_supervisor(todo.supervisor, spec.supervisor_lock_text or "", interpreter, source, progress, extra=spec.torch_in_lock)
 
 
 def clean_environ() -> dict[str, str]:
@@ -312,11 +314,11 @@ def make_package(todo: Plan, spec: Spec, interpreter: Interpreter, source: Sourc
         unpacked.rename(todo.package)
 
 
-def make_supervisor(path: Path, spec: Spec, interpreter: Interpreter, source: Source, progress: Progress) -> None:
+def make_supervisor(path: Path, lock_text: str, interpreter: Interpreter, source: Source, progress: Progress, *, extra: bool) -> None:
     """Make the small environment of supervisor, which owns servers where systemd does not run."""
     progress.update("creating supervisor's environment")
     python = _make_venv(path, interpreter)
-    _Pip(python, source, extra=spec.torch_in_lock).install_lock(spec.supervisor_lock_text or "", "supervisor could not be installed")
+    _Pip(python, source, extra=extra).install_lock(lock_text, "supervisor could not be installed")
     answer = run([str(python), "-I", "-m", "supervisor.supervisord", "--version"])
     if answer.returncode:
         raise AerieError(f"supervisor does not start in {path}:\n{tail(answer.stderr, 8)}")
@@ -341,7 +343,7 @@ def check_torch(site_packages: Path, spec: Spec) -> None:
     path = site_packages / "torch" / "version.py"
     if not path.exists():
         raise AerieError(f"torch {spec.torch} is pinned and was not installed: {path} is missing")
-    values = _assignments(path.read_text())
+    values = assignments(path.read_text())
     version, cuda = str(values["__version__"]), values.get("cuda")
     if version.split("+")[0] != spec.torch:
         raise AerieError(
@@ -359,7 +361,7 @@ def check_torch(site_packages: Path, spec: Spec) -> None:
         )
 
 
-def _assignments(text: str) -> dict[str, Any]:
+def assignments(text: str) -> dict[str, Any]:
     """Return what a file of plain assignments assigns."""
     values = {}
     for statement in ast.parse(text).body:
@@ -424,10 +426,22 @@ def describe(todo: Plan, spec: Spec, interpreter: Interpreter) -> dict[str, Any]
             "python": str(todo.environment / "bin" / "python"),
             "python_version": marker.get("python_version", interpreter.version),
             "torch_version": marker.get("torch_version"),
+            "adopted": False,
+            "search_path": [str(site_packages_of(todo.environment, interpreter.minor))],
         },
-        "package": {"path": str(todo.package), "sha256": spec.sglang_sha256[interpreter.minor]},
-        "supervisor": {"path": str(todo.supervisor), "python": str(todo.supervisor / "bin" / "python")} if todo.supervisor else None,
+        "package": {
+            "path": str(todo.package),
+            "sha256": spec.sglang_sha256[interpreter.minor],
+            "adopted": None,
+            "commit": None,
+        },
+        "supervisor": describe_supervisor(todo.supervisor),
     }
+
+
+def describe_supervisor(path: Path | None) -> dict[str, str] | None:
+    """Return where supervisor is, or None when it was not asked for."""
+    return {"path": str(path), "python": str(path / "bin" / "python")} if path else None
 
 
 def _make_venv(path: Path, interpreter: Interpreter) -> Path:
@@ -511,7 +525,8 @@ def _now() -> str:
 
 
 @contextlib.contextmanager
-def _alone(paths: HostPaths, progress: Progress) -> Iterator[None]:
+def alone(paths: HostPaths, progress: Progress) -> Iterator[None]:
+    """Hold the host's environments: two runs that make them don't meet."""
     paths.environments.mkdir(parents=True, exist_ok=True)
     with (paths.environments / ".lock").open("w") as lock:
         try:

@@ -2,10 +2,16 @@
 
 Standard library only: this runs on hosts. A release is made in three steps: its tree (:func:`make`), patches on it
 (another module), and :func:`verify`, without which :func:`switch` does not make it ``current``.
+
+What a release stands on may be adopted. An adopted environment is used as it is, and the release has its own copy of SGLang all
+the same. An adopted tree is SGLang itself: its release is a skeleton that imports it, and is one for all patch sets.
 """
 
 from __future__ import annotations
 
+import base64
+import csv
+import io
 import json
 import os
 import re
@@ -17,20 +23,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ansible.module_utils.aerie import adoption, processes
 from ansible.module_utils.aerie import environment as environments
-from ansible.module_utils.aerie import processes
 from ansible.module_utils.aerie.errors import AerieError
-from ansible.module_utils.aerie.files import canonical_hash, fsync_dir, read_json, write_json
+from ansible.module_utils.aerie.files import canonical_hash, fsync_dir, read_json, write_atomic, write_json
 from ansible.module_utils.aerie.jobs import Progress
 from ansible.module_utils.aerie.paths import HostPaths
 from ansible.module_utils.aerie.words import listing, near, tail
 
 RELEASE = "release.json"
 ARGUMENTS = "server_arguments.json"
+ADOPTED = "adopted.json"
 PTH = "_aerie_environment.pth"
-ID = re.compile(r"[0-9][\w.]*-[0-9a-f]{12}")
+ID = re.compile(r"[0-9][\w.+]*-[0-9a-f]{12}")
 LINKED_FROM_BYTES = 1 << 20
 SPECULATIVE = "sglang/srt/speculative"
+SYSTEM_PROGRAMS = ("/bin", "/usr/bin", "/usr/local/bin")
+"""Not linked into a release: they are on every server's search path."""
+
 IMPORTS = ("sglang", "sglang.srt.speculative.eagle_worker_v2")
 
 PROFILE_ENVIRONMENT: Mapping[str, Mapping[str, str]] = {
@@ -95,6 +105,45 @@ with open(output, "w") as stream:
 """Run as ``python -c DUMP_PROGRAM OUTPUT [MODULE...]``: imports the modules and writes what SGLang's own parser takes."""
 
 
+ADOPT_PROGRAM = r'''"""Written by Aerie: puts the packages of an adopted Python behind the SGLang of this release."""
+
+import os
+import site
+import sys
+from importlib.machinery import PathFinder
+
+OWN = os.path.dirname(os.path.abspath(__file__))
+SGLANG = {tree!r} or OWN
+SITE_DIRECTORIES = {site_directories!r}
+SEARCH_PATH = {search_path!r}
+
+
+class OwnSGLang:
+    """Comes before the finders of an editable installation, which would lead elsewhere."""
+
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        if name == "sglang":
+            return PathFinder.find_spec(name, [SGLANG])
+        return PathFinder.find_spec(name, path) if name.startswith("sglang.") else None
+
+
+def install():
+    before = list(sys.path)
+    for directory in SITE_DIRECTORIES:
+        site.addsitedir(directory)
+    added = [entry for entry in sys.path if entry not in before and entry not in SEARCH_PATH]
+    own = before.index(OWN)
+    first = before[:own] + ([] if SGLANG in before else [SGLANG]) + before[own:]
+    sys.path[:] = first + [entry for entry in SEARCH_PATH if entry not in first] + added
+    sys.meta_path.insert(0, OwnSGLang)
+
+
+install()
+'''
+"""The module that an adopted release's ``.pth`` imports. Any Python that SGLang runs on runs it at each start."""
+
+
 @dataclass(frozen=True)
 class PatchSetRef:
     """A patch set by name and content hash."""
@@ -114,9 +163,14 @@ class Ingredients:
     patch_sets: tuple[PatchSetRef, ...]
 
     @property
+    def adopted(self) -> str | None:
+        """What of it the host had already: ``environment``, ``tree`` (SGLang itself too), or None."""
+        return self.package.get("adopted")
+
+    @property
     def id(self) -> str:
-        """The release's name: equal ingredients in equal order, equal names."""
-        sets = [[patch_set.name, patch_set.sha256] for patch_set in self.patch_sets]
+        """The release's name: equal ingredients in equal order, equal names. An adopted tree is one release, whatever patches it has."""
+        sets = [] if self.adopted == "tree" else [[patch_set.name, patch_set.sha256] for patch_set in self.patch_sets]
         digest = canonical_hash({"package": self.package["sha256"], "environment": self.environment["id"], "patch_sets": sets})
         return f"{self.version}-{digest[:12]}"
 
@@ -128,7 +182,7 @@ def describe(paths: HostPaths, release: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "id": release["id"],
         "path": str(path),
-        "site_packages": str(environments.site_packages_of(path, minor)),
+        "site_packages": release.get("tree") or str(environments.site_packages_of(path, minor)),
         "python": str(path / "bin" / "python"),
         "release": dict(release),
     }
@@ -136,19 +190,27 @@ def describe(paths: HostPaths, release: Mapping[str, Any]) -> dict[str, Any]:
 
 def planned(ingredients: Ingredients) -> dict[str, Any]:
     """Return what ``release.json`` says of a release that has just been made."""
-    chosen = ("id", "path", "site_packages", "python")
+    chosen = ("id", "path", "site_packages", "python", "adopted", "search_path")
     return {
         "id": ingredients.id,
         "sglang_version": ingredients.version,
         "profile": ingredients.profile,
-        "environment": {key: ingredients.environment[key] for key in chosen},
+        "environment": {key: ingredients.environment[key] for key in chosen if key in ingredients.environment},
         "package": {key: ingredients.package[key] for key in ("path", "sha256")},
-        "patch_sets": [{"name": patch_set.name, "sha256": patch_set.sha256} for patch_set in ingredients.patch_sets],
+        "adopted": ingredients.adopted,
+        "tree": ingredients.package["path"] if ingredients.adopted == "tree" else None,
+        "commit": ingredients.package.get("commit"),
+        "patch_sets": patch_sets_of(ingredients),
         "python_version": ingredients.environment["python_version"],
         "torch_version": ingredients.environment["torch_version"],
         "verified": False,
         "verified_at": None,
     }
+
+
+def patch_sets_of(ingredients: Ingredients) -> list[dict[str, str]]:
+    """Return the patch sets as ``release.json`` has them."""
+    return [{"name": patch_set.name, "sha256": patch_set.sha256} for patch_set in ingredients.patch_sets]
 
 
 def read(paths: HostPaths, release_id: str) -> dict[str, Any] | None:
@@ -177,28 +239,124 @@ def make(paths: HostPaths, ingredients: Ingredients, progress: Progress) -> dict
     """Make a release's tree; its ``release.json`` is written last, so a half made one is made again. Return that."""
     release = planned(ingredients)
     path = paths.release(ingredients.id)
-    where = describe(paths, release)
-    package, environment_python = Path(ingredients.package["path"]), ingredients.environment["python"]
-    if not (package / environments.PACKAGE_MARKER).exists():
-        raise AerieError(f"{package} is missing or half made: run the role sglang_release again")
-    if not environments.is_whole(Path(ingredients.environment["path"])):
-        raise AerieError(f"{ingredients.environment['path']} is missing or half made: run the role sglang_release again")
-    environments.check_disk(paths.root, environments.PACKAGE_GIB)
+    found = _adopted(ingredients) if ingredients.adopted else None
+    if not found:
+        if not (Path(ingredients.package["path"]) / environments.PACKAGE_MARKER).exists():
+            raise AerieError(f"{ingredients.package['path']} is missing or half made: run the role sglang_release again")
+        require_environment(release)
+    if ingredients.adopted != "tree":
+        environments.check_disk(paths.root, environments.PACKAGE_GIB)
     progress.update(f"making release {ingredients.id}")
     if path.exists():
         shutil.rmtree(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     # A virtual environment names its own path, so it is made where it will stay.
-    answer = environments.run([str(environment_python), "-I", "-m", "venv", "--without-pip", str(path)])
+    answer = environments.run([str(ingredients.environment["python"]), "-I", "-m", "venv", "--without-pip", str(path)])
     if answer.returncode:
         raise AerieError(f"the virtual environment {path} could not be made:\n{tail(answer.stdout + answer.stderr, 8)}")
-    site_packages = Path(where["site_packages"])
-    shutil.copytree(package, site_packages, copy_function=_copy, dirs_exist_ok=True)
-    (site_packages / environments.PACKAGE_MARKER).unlink()
-    (site_packages / PTH).write_text(f"import site; site.addsitedir({ingredients.environment['site_packages']!r})\n")
-    _link_programs(Path(ingredients.environment["path"]) / "bin", path / "bin")
+    minor = ".".join(str(release["python_version"]).split(".")[:2])
+    site_packages = environments.site_packages_of(path, minor)
+    if found:
+        _fill_adopted(path, site_packages, *found)
+    else:
+        shutil.copytree(Path(ingredients.package["path"]), site_packages, copy_function=_copy, dirs_exist_ok=True)
+        (site_packages / environments.PACKAGE_MARKER).unlink()
+        (site_packages / PTH).write_text(f"import site; site.addsitedir({ingredients.environment['site_packages']!r})\n")
+        _link_programs(Path(ingredients.environment["path"]) / "bin", path / "bin")
     write_json(path / RELEASE, release)
     return release
+
+
+def _adopted(ingredients: Ingredients) -> tuple[adoption.Survey, adoption.Package]:
+    """Look at what is adopted once more; raise when it is not what sglang_environment saw."""
+    found = adoption.survey(str(ingredients.environment["python"]))
+    adoption.check(found, ingredients.profile)
+    path = str(ingredients.package["path"])
+    package = adoption.tree(found, path, ingredients.version) if ingredients.adopted == "tree" else adoption.installed(found)
+    if (found.environment_id, package.sha256) != (ingredients.environment["id"], ingredients.package["sha256"]):
+        raise AerieError(
+            f"{path} or the packages of {found.python} have changed since they were looked at: run the role sglang_release again"
+        )
+    return found, package
+
+
+def _fill_adopted(path: Path, site_packages: Path, found: adoption.Survey, package: adoption.Package) -> None:
+    """Give a release its copy of SGLang (none of a tree, which is used in place) and the adopted packages behind it."""
+    if package.adopted == "environment":
+        ignore = shutil.ignore_patterns("__pycache__", "*.pyc")
+        for part in package.parts:
+            shutil.copytree(package.root / part, site_packages / part, copy_function=_copy, ignore=ignore)
+        if canonical_hash(adoption.contents(site_packages, package.parts)) != package.sha256:
+            raise AerieError(f"{package.root} was changed while it was copied: run the role sglang_release again")
+        _copy_metadata(package, site_packages)
+    program = ADOPT_PROGRAM.format(
+        tree=str(package.root) if package.adopted == "tree" else None,
+        site_directories=list(found.site_directories),
+        search_path=list(found.search_path),
+    )
+    (site_packages / f"{Path(PTH).stem}.py").write_text(program)
+    (site_packages / PTH).write_text(f"import {Path(PTH).stem}\n")
+    if found.programs.is_dir() and str(found.programs) not in SYSTEM_PROGRAMS:
+        _link_programs(found.programs, path / "bin")
+    write_json(path / ADOPTED, found.fingerprint())
+
+
+def _copy_metadata(package: adoption.Package, site_packages: Path) -> None:
+    """Write the copy's dist-info: its RECORD tells what the files were, by the wheel or by the commit that they came from."""
+    assert package.metadata is not None
+    source, target = package.metadata.path, site_packages / f"sglang-{package.version}.dist-info"
+    if source.suffix == ".dist-info":
+        shutil.copytree(source, target, ignore=shutil.ignore_patterns("direct_url.json", "__pycache__"))
+    else:
+        target.mkdir()
+        shutil.copy2(source / "PKG-INFO", target / "METADATA")
+        if (source / "entry_points.txt").exists():
+            shutil.copy2(source / "entry_points.txt", target)
+    if package.commit:
+        sources = adoption.sources_of(package)
+        rows = io.StringIO()
+        writer = csv.writer(rows, lineterminator="\n")
+        for name in sources.files:
+            digest = base64.urlsafe_b64encode(bytes.fromhex(sources.recorded(name) or "")).rstrip(b"=").decode()
+            writer.writerow((name, f"sha256={digest}", (site_packages / name).stat().st_size))
+        write_atomic(target / "RECORD", rows.getvalue())
+
+
+def require_environment(release: Mapping[str, Any]) -> None:
+    """Raise when what a release stands on is gone."""
+    environment = release["environment"]
+    adopted = environment.get("adopted")
+    if not (Path(environment["python"]).exists() if adopted else environments.is_whole(Path(environment["path"]))):
+        where = environment["python"] if adopted else environment["path"]
+        raise AerieError(f"release {release['id']}: its environment {where} is missing or half made: run the role sglang_release again")
+
+
+def drift(paths: HostPaths, release: Mapping[str, Any]) -> str | None:
+    """Say how what a release adopted differs from what it was made from, or None; always None where nothing was adopted."""
+    if not release.get("adopted"):
+        return None
+    try:
+        before = read_json(paths.release(release["id"]) / ADOPTED)
+    except (OSError, ValueError) as error:
+        return f"release {release['id']}: what it adopted can't be told: {error}"
+    changed = adoption.drift(before)
+    if changed is None and release.get("tree"):
+        changed = adoption.moved(Path(release["tree"]), release.get("commit"))
+    return f"release {release['id']}: {changed}" if changed else None
+
+
+def require_unchanged(paths: HostPaths, release: Mapping[str, Any]) -> None:
+    """Raise when what a release adopted is not what it was made from."""
+    if changed := drift(paths, release):
+        raise AerieError(f"{changed}: run the role sglang_release again, which makes a release of what is there now, or undo the change")
+
+
+def set_patch_sets(paths: HostPaths, ingredients: Ingredients) -> dict[str, Any]:
+    """Tell ``release.json`` of an adopted tree the patch sets that it will get; it must be verified again then."""
+    release = find(paths, ingredients.id)
+    changed = release | {"patch_sets": patch_sets_of(ingredients), "verified": False, "verified_at": None}
+    write_json(paths.release(ingredients.id) / RELEASE, changed)
+    return changed
 
 
 def verify(paths: HostPaths, release: Mapping[str, Any], progress: Progress, imports: Sequence[str] = IMPORTS) -> dict[str, Any]:
@@ -208,10 +366,8 @@ def verify(paths: HostPaths, release: Mapping[str, Any], progress: Progress, imp
     """
     where = describe(paths, release)
     path, python, site_packages = Path(where["path"]), where["python"], Path(where["site_packages"])
-    if not environments.is_whole(Path(release["environment"]["path"])):
-        raise AerieError(
-            f"release {release['id']}: its environment {release['environment']['path']} is gone: run the role sglang_release again"
-        )
+    require_environment(release)
+    require_unchanged(paths, release)
     progress.update(f"compiling release {release['id']}")
     answer = environments.run([python, "-m", "compileall", "-q", str(site_packages / SPECULATIVE)])
     if answer.returncode:
@@ -260,17 +416,41 @@ def find(paths: HostPaths, release_id: str) -> dict[str, Any]:
     return release
 
 
-def switch(paths: HostPaths, release_id: str) -> None:
-    """Point ``current`` to a verified release, and ``previous`` to what it pointed to; each link moves in one step."""
+def switch(paths: HostPaths, release_id: str, previous: str | None = None) -> None:
+    """Point ``current`` to a verified release, and ``previous`` to what it pointed to; each link moves in one step.
+
+    A switch that is taken back gives the ``previous`` that was there before it, or an empty string where there was none.
+    """
     release = find(paths, release_id)
     if not release["verified"]:
         raise AerieError(f"release {release_id} was not verified and can't become current")
     before = linked(paths.current)
     if before == release_id:
         return
-    if before is not None:
-        _point(paths.previous, Path("releases") / before)
+    remembered = before if previous is None else previous
+    if remembered:
+        _point(paths.previous, Path("releases") / remembered)
+    elif previous == "":
+        paths.previous.unlink(missing_ok=True)
     _point(paths.current, Path("releases") / release_id)
+
+
+def caches_of(paths: HostPaths, release_id: str | None) -> list[Path]:
+    """Return the caches that servers of a release left, one for each driver."""
+    return sorted(paths.caches.glob(f"{release_id}-*")) if release_id else []
+
+
+def set_aside(paths: HostPaths, caches: Sequence[Path]) -> list[str]:
+    """Move caches where no server looks for them; return where they are now, as seen from the root."""
+    aside = paths.caches / ".aside"
+    now = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
+    moved = []
+    for cache in caches:
+        aside.mkdir(exist_ok=True)
+        target = aside / f"{cache.name}.{now}"
+        cache.rename(target)
+        moved.append(str(target.relative_to(paths.root)))
+    return moved
 
 
 def refuse_removal(paths: HostPaths, release_id: str) -> None:
@@ -308,7 +488,7 @@ def _link_programs(source: Path, target: Path) -> None:
     """Make the environment's programs, such as ninja, part of the release's bin: just-in-time compilers look there."""
     for program in source.iterdir():
         link = target / program.name
-        if not link.exists() and not re.match(r"python|pip|activate|Activate", program.name):
+        if not link.exists() and not re.match(r"python|pip|activate|Activate|sglang$", program.name):
             link.symlink_to(program)
 
 

@@ -11,7 +11,7 @@ from ansible.module_utils.aerie.words import listing
 GIB = 2**30
 OLDEST_PYTHON = (3, 11)
 RELEASE_EXISTS_DISK_GIB = 1.0
-"""Room for another release of an environment that is there already."""
+"""Room for another release of an environment that is there already, or adopted."""
 
 KNOWN_SYSTEMS = {"ubuntu": ("22.04", "24.04"), "debian": ("12", "13")}
 
@@ -31,6 +31,7 @@ PROFILE_NEEDS = {"cpu": Needs(disk_gib=4, memory_gib=4), "cuda": Needs(disk_gib=
 class Wanted:
     """What is to run on the host.
 
+    ``adopted`` says that ``python`` and its packages are used as they are, and ``python_setting`` where it was named.
     ``python_versions`` are those that the wanted SGLang has a build for, such as ``3.12``; empty for any. ``None`` for disk
     or memory takes the profile's need.
     """
@@ -38,6 +39,8 @@ class Wanted:
     profile: str
     root: str
     python: str = "python3"
+    adopted: bool = False
+    python_setting: str = "sglang_release_python"
     python_versions: tuple[str, ...] = ()
     ports: Mapping[str, int] = field(default_factory=dict)
     gpus: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
@@ -103,6 +106,12 @@ def check_root(info: Mapping[str, Any], wanted: Wanted) -> list[str]:
 
 def check_python(info: Mapping[str, Any], wanted: Wanted) -> list[str]:
     """The interpreter of the environments exists, has a version that there is a build for, and can make virtual environments."""
+    if wanted.adopted:
+        there = info["pythons"].get(wanted.python)
+        if there is None:
+            return [f"no Python answers to '{wanted.python}': correct {wanted.python_setting}, which is to be adopted"]
+        lacks = f"'{wanted.python}' (Python {there['version']}) lacks the module venv, and releases are made with it: install it"
+        return [] if there["venv"] else [lacks]
     name, asked = wanted.python, listing(wanted.python_versions or (f"{'.'.join(map(str, OLDEST_PYTHON))} or newer",), last="or")
 
     def fits(probe: Mapping[str, Any]) -> bool:
@@ -154,7 +163,7 @@ def check_models(info: Mapping[str, Any], models: Mapping[str, str]) -> list[str
 def check_disk(info: Mapping[str, Any], wanted: Wanted) -> list[str]:
     """There is room at the root; unless told otherwise, little is needed where a release is already."""
     needed = PROFILE_NEEDS[wanted.profile].disk_gib if wanted.disk_gib is None else wanted.disk_gib
-    if wanted.disk_gib is None and info["paths"][f"{wanted.root}/current"]["exists"]:
+    if wanted.disk_gib is None and (wanted.adopted or info["paths"][f"{wanted.root}/current"]["exists"]):
         needed = min(needed, RELEASE_EXISTS_DISK_GIB)
     root = info["paths"][wanted.root]
     if root["free_bytes"] >= needed * GIB:

@@ -88,6 +88,26 @@ def unverified(build: Build, architectures: Collection[str] = ()) -> str | None:
     )
 
 
+def adopted(data: Mapping[str, Any], profile: str, version: str, torch: str) -> tuple[tuple[str, ...], str]:
+    """Return what the lock of an adopted ``version`` was verified on, and what a deploy must say of it.
+
+    What a host brings is not what a lock holds, so that there is always something to say.
+    """
+    plain = version.partition("+")[0]
+    entry = {str(name): entry for name, entry in data["versions"].items()}.get(plain)
+    if entry is None or profile not in entry["builds"]:
+        return (), (
+            f"SGLang {version}, adopted as it is on the host, was not verified anywhere, as versions.yml has no lock of it for profile "
+            f"{profile}: rehearse it on one host before a fleet"
+        )
+    build = _build(plain, profile, entry)
+    other = "" if torch.partition("+")[0] == build.torch else f", with torch {build.torch} and not {torch}"
+    return build.verified_on, (
+        f"SGLang {version} is adopted as it is on the host; what was verified on {listing(build.verified_on)} is the lock of "
+        f"this version{other}: compare a benchmark with the release that it replaces"
+    )
+
+
 def validate(data: Mapping[str, Any]) -> None:
     """Raise one AerieError with all that is wrong in ``versions.yml``."""
     problems: list[str] = [f"{key} is missing" for key in ("default", "supervisor", "versions") if not data.get(key)]

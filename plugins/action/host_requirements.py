@@ -19,6 +19,8 @@ OPTIONS = {
     "profile": {"type": "str", "choices": ["cpu", "cuda"], "required": True},
     "root": {"type": "path", "required": True},
     "python": {"type": "str", "default": "python3"},
+    "adopt_environment": {"type": "str"},
+    "adopt_tree": {"type": "str"},
     "version": {"type": "str"},
     "instances": {"type": "dict", "default": {}},
     "models": {"type": "dict", "default": {}},
@@ -41,12 +43,15 @@ class ActionModule(ActionBase):
         result: dict[str, Any] = super().run(tmp, task_vars)
         _, arguments = self.validate_argument_spec(argument_spec=OPTIONS)
         host = (task_vars or {}).get("inventory_hostname", "the host")
-        instances = arguments["instances"]
+        instances, environment = arguments["instances"], arguments["adopt_environment"]
+        adopted = bool(environment or arguments["adopt_tree"])
         wanted = requirements.Wanted(
             profile=arguments["profile"],
             root=arguments["root"],
-            python=arguments["python"],
-            python_versions=self._python_versions(arguments["profile"], arguments["version"]),
+            python=environment or arguments["python"],
+            adopted=adopted,
+            python_setting="sglang_release_adopt_environment" if environment else "sglang_release_python",
+            python_versions=() if adopted else self._python_versions(arguments["profile"], arguments["version"]),
             ports={name: instance["port"] for name, instance in instances.items()},
             gpus={name: tuple(instance.get("gpus") or ()) for name, instance in instances.items()},
             models={name: model["path"] for name, model in arguments["models"].items() if model.get("source", "host") == "host"},

@@ -104,3 +104,13 @@ def test_an_untried_system_is_a_warning_and_no_problem():
     (warning,) = findings.warnings
     assert warning.startswith("Rocky Linux 9.6 has not been tried")
     assert not any("Rocky" in problem for problem in findings.problems)
+
+
+def test_an_adopted_python_needs_no_lock_no_ensurepip_and_little_room():
+    adopted = dataclasses.replace(CPU, python="python3", python_versions=("3.12",), adopted=True, memory_gib=1)
+    assert problems("container", adopted) == []
+    assert problems("rtx-pro-6000", dataclasses.replace(CUDA, root="/srv/aerie", adopted=True)) == []
+    gone = dataclasses.replace(adopted, python="/opt/venv/bin/python", python_setting="sglang_release_adopt_environment")
+    assert problems("container", gone) == [
+        "no Python answers to '/opt/venv/bin/python': correct sglang_release_adopt_environment, which is to be adopted"
+    ]

@@ -125,3 +125,17 @@ def test_a_lock_is_kept_without_what_names_a_place():
     lines = make_lock.tidy(text, make_lock.Lock("x", "3.12", (), without=("sglang",))).splitlines()
     assert lines[0].startswith("# Made by tools/make_lock.py from x.in for Python 3.12")
     assert lines[1:] == ["a==1 \\", "    --hash=sha256:00 \\", "    --hash=sha256:11", "sglang-kernel==3 \\", "    --hash=sha256:33"]
+
+
+@pytest.mark.parametrize(
+    ("version", "torch", "verified_on", "message"),
+    [
+        ("0.5.9", "2.9.1+cu130", (), "SGLang 0.5.9, adopted as it is on the host, was not verified anywhere"),
+        ("0.5.23", "2.13.0+cpu", ("cpu", "wheel"), "what was verified on cpu and wheel is the lock of this version: compare"),
+        ("0.5.23+g12", "2.9.1", ("cpu", "wheel"), "the lock of this version, with torch 2.13.0 and not 2.9.1"),
+    ],
+)
+def test_what_is_adopted_is_told_to_be_no_lock_that_was_verified(version, torch, verified_on, message):
+    found = versions.adopted(DATA, "cpu", version, torch)
+    assert found[0] == verified_on
+    assert message in found[1]
