@@ -174,6 +174,36 @@ def test_idle_batches_are_no_cycles(load, tmp_path):
     assert lines(tmp_path) == []
 
 
+def test_steps_are_those_of_the_verification_when_an_adaptive_worker_changes_them(load, tmp_path):
+    (tmp_path / "on").touch()
+    profiler, adaptive = load(), worker()
+    profiler.begin(adaptive, batch())
+    adaptive.speculative_num_steps = 4
+    profiler.mark("draft", graph=True)
+    profiler.mark("target_verify")
+    profiler.mark("remainder")
+    adaptive.speculative_num_steps = 7
+    profiler.end()
+    (line,) = lines(tmp_path)
+    assert (line["steps"], len(line["draft_steps_ms"])) == (4, 4)
+
+
+def test_a_draft_that_is_captured_in_the_middle_of_a_cycle_is_no_draft_step(load, tmp_path):
+    (tmp_path / "on").touch()
+    profiler = load()
+    profiler.begin(worker(), batch())
+    profiler.mark("draft", graph=True)
+    profiler.draft_step(0)
+    profiler.mark("target_verify")
+    profiler.draft_step(0)
+    profiler.mark("remainder")
+    profiler.draft_step(0)
+    profiler.end()
+    (line,) = lines(tmp_path)
+    assert line["phases"]["draft"] == 3
+    assert line["draft_steps_ms"] == [1.5, 1.5]
+
+
 def test_a_cycle_that_an_exception_cut_off_is_forgotten(load, tmp_path):
     (tmp_path / "on").touch()
     profiler = load()
@@ -190,6 +220,95 @@ def test_a_failure_is_logged_once_and_the_server_goes_on(load, tmp_path, caplog)
     cycle(profiler)
     cycle(profiler)
     assert [record.message for record in caplog.records] == ["Aerie's phase profiler failed and is off until the server is restarted"]
+
+
+def test_a_broken_worker_costs_a_profile_and_no_request(load, tmp_path, caplog):
+    (tmp_path / "on").touch()
+    for broken in (types.SimpleNamespace(), worker(device=None), types.SimpleNamespace(device="cpu", tp_rank=0)):
+        caplog.clear()
+        profiler = load()
+        cycle(profiler, broken)
+        profiler.interrupted()
+        cycle(profiler)
+        assert len(caplog.records) <= 1
+
+
+@pytest.fixture
+def ranges(monkeypatch):
+    """A stand-in for torch.profiler: what was entered and left, in order."""
+    seen: list[str] = []
+
+    class Range:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def __enter__(self) -> None:
+            seen.append(f"+{self.name}")
+
+        def __exit__(self, *error: object) -> None:
+            seen.append(f"-{self.name}")
+
+    monkeypatch.setitem(sys.modules, "torch", types.SimpleNamespace(profiler=types.SimpleNamespace(record_function=Range)))
+    return seen
+
+
+def closed(seen: list[str]) -> list[str]:
+    """The names of ``seen``, of which each must be left before the next is entered."""
+    entered, left = seen[::2], seen[1::2]
+    assert [name.replace("+", "-") for name in entered] == left
+    return [name.removeprefix("+aerie:") for name in entered]
+
+
+def test_while_the_file_trace_is_there_phases_are_ranges_of_a_trace(load, tmp_path, ranges):
+    (tmp_path / "on").touch()
+    (tmp_path / "trace").touch()
+    cycle(load())
+    order = ["remainder", "kv", "draft", "tree_and_acceptance", "kv", "target_verify", "tree_and_acceptance"]
+    assert closed(ranges) == [*order, "remainder", "draft_extend", "remainder"]
+    assert len(lines(tmp_path)) == 1
+
+
+def test_ranges_end_when_their_file_goes_and_timing_goes_on(load, tmp_path, ranges):
+    (tmp_path / "on").touch()
+    (tmp_path / "trace").touch()
+    profiler = load()
+    cycle(profiler)
+    count = len(ranges)
+    (tmp_path / "trace").unlink()
+    cycle(profiler)
+    assert (len(ranges), len(lines(tmp_path))) == (count, 2)
+
+
+def test_without_the_file_on_no_range_is_entered(load, tmp_path, ranges):
+    (tmp_path / "trace").touch()
+    cycle(load())
+    assert ranges == []
+
+
+@pytest.mark.parametrize("following", ["interrupted", "cycle"])
+def test_a_range_is_left_also_when_an_exception_cut_off_its_cycle(load, tmp_path, ranges, following):
+    (tmp_path / "on").touch()
+    (tmp_path / "trace").touch()
+    profiler = load()
+    profiler.begin(worker(), batch())
+    profiler.mark("kv")
+    if following == "cycle":
+        profiler.begin(worker(), batch(idle=True))
+    else:
+        profiler.interrupted()
+    assert closed(ranges) == ["remainder", "kv"]
+
+
+def test_a_range_is_left_also_when_the_profiler_fails(load, tmp_path, ranges, caplog):
+    (tmp_path / "on").touch()
+    (tmp_path / "trace").touch()
+    profiler = load()
+    profiler.begin(worker(), batch())
+    profiler._cycle.worker = None
+    profiler.mark("target_verify")
+    profiler.mark("kv")
+    assert closed(ranges) == ["remainder"]
+    assert len(caplog.records) == 1
 
 
 @pytest.fixture

@@ -1,8 +1,9 @@
-"""Times the phases of each decode cycle of the EAGLE worker, without synchronizing.
+"""Times the phases of each decode cycle of the EAGLE workers, v1 and v2 alike, without synchronizing.
 
 Hooks in the worker call :func:`begin`, :func:`mark`, :func:`draft_step` and :func:`end`. A cycle is timed while the file ``on`` exists in
 the directory that the environment variable ``AERIE_PROFILE_DIR`` names; without the variable, never. On a GPU each mark records an event on
-the current stream, and a finished cycle is read later, when its last event has happened. Lines go to ``phases-<pid>.jsonl`` there.
+the current stream, and a finished cycle is read later, when its last event has happened. Lines go to ``phases-<pid>.jsonl`` there. While
+the file ``trace`` is there too, each phase is also a range ``aerie:<phase>`` of torch's profiler, so that its traces can be cut by phase.
 """
 
 from __future__ import annotations
@@ -65,25 +66,64 @@ class CudaClock:
         self.free.extend(moments)
 
 
+class Trace:
+    """The phase that a cycle is in as a range of torch's profiler; phases follow one another, so that one range is open at most."""
+
+    def __init__(self):
+        import torch
+
+        self.new_range = torch.profiler.record_function
+        self.phase = None
+        self.range = None
+
+    def enter(self, phase):
+        if phase != self.phase:
+            self.leave()
+            entered = self.new_range(f"aerie:{phase}")
+            entered.__enter__()
+            self.phase, self.range = phase, entered
+
+    def leave(self):
+        left, self.phase, self.range = self.range, None, None
+        if left is not None:
+            left.__exit__(None, None, None)
+
+
 class Cycle:
     """One decode cycle: marks are (phase, draft step or None, moment); the last one is its end."""
 
-    __slots__ = ("batch", "follows", "graph", "marks", "started", "steps", "worker")
+    __slots__ = ("batch", "follows", "graph", "marks", "started", "steps", "trace", "worker")
 
-    def __init__(self, worker, batch, started, follows, moment):
+    def __init__(self, worker, batch, follows, trace):
         self.worker = worker
         self.batch = batch
-        self.started = started
+        self.started = time.time()
         self.follows = follows
+        self.trace = trace
         self.graph = False
         self.steps = 0
-        self.marks = [("remainder", None, moment)]
+        self.marks = []
+
+    def enter(self, phase, moment, step=None):
+        self.marks.append((phase, step, moment))
+        if phase == "target_verify":  # before and after it, an adaptive worker may change its number of steps
+            self.steps = int(self.worker.speculative_num_steps)
+        if self.trace is not None:
+            self.trace.enter(phase)
+
+    def leave(self):
+        """The cycle is over, or nothing comes of it."""
+        self.worker = None
+        if self.trace is not None:
+            self.trace.leave()
 
 
 class Profiler:
     def __init__(self, directory):
         self.directory = pathlib.Path(directory)
         self.switch = self.directory / "on"
+        self.trace_switch = self.directory / "trace"
+        self.trace = None
         self.clock = None
         self.writes = False
         self.output = None
@@ -106,12 +146,21 @@ class Profiler:
             self.last_end = None
             return None
         self.drain()
-        return Cycle(worker, len(batch.seq_lens), time.time(), self.last_end, self.clock.read())
+        cycle = Cycle(worker, len(batch.seq_lens), self.last_end, self.wanted_trace())
+        cycle.enter("remainder", self.clock.read())
+        return cycle
+
+    def wanted_trace(self):
+        try:
+            self.trace_switch.stat()
+        except OSError:
+            return None
+        self.trace = self.trace or Trace()
+        return self.trace
 
     def end(self, cycle):
-        cycle.steps = int(cycle.worker.speculative_num_steps)
-        cycle.worker = None
         moment = self.clock.read()
+        cycle.leave()
         cycle.marks.append((None, None, moment))
         self.last_end = moment
         if len(self.pending) >= MAX_PENDING:
@@ -189,8 +238,21 @@ _cycle = None
 def _give_up():
     """A profiler may fail, the server may not: log once, and never try again in this process."""
     global _profiler, _cycle
-    _profiler = _cycle = None
+    failed, _profiler, _cycle = _profiler, None, None
     logger.exception("Aerie's phase profiler failed and is off until the server is restarted")
+    try:
+        if failed is not None and failed.trace is not None:
+            failed.trace.leave()
+    except Exception:
+        logger.exception("Aerie's phase profiler could not close its range in the trace")
+
+
+def _drop():
+    """Forget a cycle that did not reach its end, as when an exception cut it off."""
+    global _cycle
+    dropped, _cycle = _cycle, None
+    if dropped is not None:
+        dropped.leave()
 
 
 def begin(worker, batch):
@@ -199,6 +261,7 @@ def begin(worker, batch):
     if _profiler is None:
         return
     try:
+        _drop()
         _cycle = _profiler.begin(worker, batch)
     except Exception:
         _give_up()
@@ -206,9 +269,13 @@ def begin(worker, batch):
 
 def interrupted():
     """Something else than a decode cycle runs: the time to the next cycle is no gap."""
-    global _cycle
-    if _profiler is not None:
-        _cycle = _profiler.last_end = None
+    if _profiler is None:
+        return
+    try:
+        _drop()
+        _profiler.last_end = None
+    except Exception:
+        _give_up()
 
 
 def mark(phase, graph=False):
@@ -216,18 +283,18 @@ def mark(phase, graph=False):
     if _cycle is None:
         return
     try:
-        _cycle.marks.append((phase, None, _profiler.clock.read()))
+        _cycle.enter(phase, _profiler.clock.read())
         _cycle.graph = _cycle.graph or graph
     except Exception:
         _give_up()
 
 
 def draft_step(number):
-    """From here on the cycle is in step ``number`` of the draft."""
-    if _cycle is None:
+    """From here on the cycle is in step ``number`` of the draft; elsewhere a draft is captured or tried out, and not timed."""
+    if _cycle is None or _cycle.marks[-1][0] != "draft" or _cycle.graph:
         return
     try:
-        _cycle.marks.append(("draft", number, _profiler.clock.read()))
+        _cycle.enter("draft", _profiler.clock.read(), number)
     except Exception:
         _give_up()
 
