@@ -37,7 +37,8 @@ options:
   arm:
     description:
       - The arm. Written as a name, the action plugin takes it from O(arms).
-      - Its keys are V(name), V(description), V(speculation), V(flags) and V(environment).
+      - Its keys are V(name), V(description), V(speculation), V(flags), V(environment) and V(options), a list of names from the options of
+        O(gpu_table).
     type: dict
   arms:
     description: All arms by name, for the action plugin to choose O(arm) from.
@@ -64,6 +65,19 @@ options:
     description: Environment variables for every arm; null takes one away.
     type: dict
     default: {}
+  gpu_table:
+    description:
+      - What GPUs of one kind need of SGLang, by version and model, and the options that an arm may name (docs/reference/gpu-settings.md).
+        It comes beneath O(flags) and O(environment).
+      - The action plugin reads C(profiles/<name>/gpu_settings.yml) of O(profile), where there is one.
+    type: dict
+    default: {}
+  host_gpus:
+    description:
+      - The host's GPUs, each with V(index) and V(compute_capability), as M(gpu_host_info) returns them.
+      - nvidia-smi is asked where it is left out and O(gpu_table) has rules.
+    type: list
+    elements: dict
   service_manager:
     description: What owns the server. V(auto) is systemd where it runs and we are root, and supervisor elsewhere.
     type: str
@@ -83,6 +97,14 @@ options:
   api_key:
     description: Key that clients must send; needed for an instance that listens elsewhere than on loopback.
     type: str
+  patch_sets:
+    description:
+      - Names of the patch sets that must be active. A start is refused when the current release was made with others, or when they aren't
+        applied to it. The action plugin adds what they are.
+      - Left out, the release may have any. In both cases a start is refused when a patched file isn't as it was written, or when the server
+        would import SGLang from elsewhere than the release's own tree.
+    type: list
+    elements: raw
   driver:
     description: Version of the GPU driver, part of the name of the cache directory. Read from the host where it is left out.
     type: str
@@ -139,6 +161,16 @@ argv:
   type: list
   elements: str
   sample: [/opt/aerie/releases/0.5.23-0123456789ab/bin/python, -m, sglang.launch_server, --model-path, /srv/models/llama]
+gpu_settings:
+  description: The rules and options of O(gpu_table) that are in force, each with the flags and variables that it sets and nothing overrode.
+  returned: with O(state=started) and O(state=restarted)
+  type: list
+  elements: dict
+  sample:
+    - id: sm120-mla-triton
+      flags: {attention-backend: triton}
+      environment: {}
+      why: MLA models have no other backend here that SGLang itself would choose
 pid:
   description: Process id of the server.
   returned: when it was started
@@ -171,6 +203,11 @@ killed:
   type: list
   elements: int
   sample: []
+gpu_memory_used_mib:
+  description: Memory in use on each GPU, by whomever, before and after; null where nothing ran or there is no GPU.
+  returned: with O(state=stopped)
+  type: dict
+  sample: {before: [74722, 0], after: [0, 0]}
 status:
   description: What is known about the instance.
   returned: with O(state=status)
@@ -184,7 +221,7 @@ status:
 from pathlib import Path
 from typing import Any
 
-from ansible.module_utils.aerie import jobs, processes, server
+from ansible.module_utils.aerie import host_info, jobs, processes, server
 from ansible.module_utils.aerie.errors import AerieError
 from ansible.module_utils.aerie.files import read_json, write_json
 from ansible.module_utils.aerie.lease import renew_if_given
@@ -205,11 +242,14 @@ def main() -> None:
             "profile": {"type": "dict", "default": {}},
             "flags": {"type": "dict", "default": {}},
             "environment": {"type": "dict", "default": {}},
+            "gpu_table": {"type": "dict", "default": {}},
+            "host_gpus": {"type": "list", "elements": "dict"},
             "service_manager": {"type": "str", "default": "auto", "choices": ["auto", "systemd", "supervisor"]},
             "supervisor": {"type": "path"},
             "ready_seconds": {"type": "int", "default": 900},
             "stop_seconds": {"type": "int", "default": 60},
             "api_key": {"type": "str", "no_log": True},
+            "patch_sets": {"type": "list", "elements": "raw"},
             "driver": {"type": "str"},
             "lease": {"type": "dict"},
         },
@@ -239,7 +279,12 @@ def _stop(module: AnsibleModule, host: server.Host) -> dict[str, Any]:
     name = module.params["name"]
     if module.check_mode:
         found = server.status(host, name)
-        return {"changed": bool(found["running"] or found["pids"] or found["enabled"]), "stopped": found["pids"], "killed": []}
+        return {
+            "changed": bool(found["running"] or found["pids"] or found["enabled"]),
+            "stopped": found["pids"],
+            "killed": [],
+            "gpu_memory_used_mib": None,
+        }
     renew_if_given(host.paths.lease, module.params["lease"])
     # A start that is still under way would go on where we stop.
     if (job := _job(host.paths, name)) and (process := processes.read(int((job["path"] / jobs.PID).read_text()))):
@@ -263,18 +308,27 @@ def _start(module: AnsibleModule, host: server.Host) -> dict[str, Any]:
             environment=asked["environment"],
             driver=asked["driver"],
             api_key=asked["api_key"],
+            gpu_table=asked["gpu_table"],
+            host_gpus=tuple(_gpus(asked["gpu_table"], asked["host_gpus"])),
             rehearsal=module.check_mode,
+            patch_sets=_patch_sets(asked["patch_sets"]),
         ),
     )
     for warning in wanted.warnings:
         module.warn(warning)
-    facts = {"definition": wanted.definition, "argv": [wanted.redacted(word) for word in wanted.argv]}
+    facts = {
+        "definition": wanted.definition,
+        "argv": [wanted.redacted(word) for word in wanted.argv],
+        "gpu_settings": [dict(setting) for setting in wanted.gpu_settings],
+    }
     if asked["state"] == "started" and (job := _job(host.paths, asked["name"])):
         if job["definition"] != wanted.definition:
             raise AerieError(f"instance {asked['name']}: another start is under way ({job['path']}): wait for it, or stop the instance")
         return {"changed": True, "job": str(job["path"]), **facts}
     if asked["state"] == "started" and server.is_running_as_planned(wanted):
         return {"changed": False, **facts}
+    for warning in server.look_before_start(wanted):
+        module.warn(warning)
     diff = [
         {"before_header": str(path), "before": old, "after_header": str(path), "after": new}
         for path, old, new in server.file_changes(wanted)
@@ -295,6 +349,19 @@ def _start(module: AnsibleModule, host: server.Host) -> dict[str, Any]:
 
     jobs.start(directory, work)
     return {"changed": True, "job": str(directory), "diff": diff, **facts}
+
+
+def _patch_sets(given: list[Any] | None) -> tuple[dict[str, Any], ...] | None:
+    if given is not None and not all(isinstance(one, dict) for one in given):
+        raise AerieError("sglang_server needs its action plugin, which reads the patch sets: is action_plugins of ansible.cfg in force?")
+    return None if given is None else tuple(given)
+
+
+def _gpus(table: dict[str, Any], given: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
+    """Return the host's GPUs: those that were given, or what nvidia-smi says where there are rules about them."""
+    if given or not table.get("rules"):
+        return given or []
+    return host_info.read_gpus(host_info.LiveHost())[0]
 
 
 def _job_file(paths: HostPaths, name: str) -> Path:

@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ansible.module_utils.aerie import launch_checks, processes, server_flags, server_processes
+from ansible.module_utils.aerie import gpu_settings, launch_checks, patch_checks, processes, server_flags, server_processes
+from ansible.module_utils.aerie import release as releases
 from ansible.module_utils.aerie.errors import AerieError, raise_all
 from ansible.module_utils.aerie.files import canonical_hash, read_json, write_atomic, write_json
 from ansible.module_utils.aerie.paths import HostPaths
@@ -23,10 +24,11 @@ from ansible.module_utils.aerie.server_http import USELESS_ACCEPTANCE, Endpoint,
 from ansible.module_utils.aerie.service import Service, choose, last_lines
 from ansible.module_utils.aerie.service_supervisor import Supervisor
 from ansible.module_utils.aerie.service_systemd import Systemd
+from ansible.module_utils.aerie.specifiers import Version
 from ansible.module_utils.aerie.words import listing, near
 
 INSTANCE_KEYS = ("arm", "model", "port", "host", "gpus", "flags", "environment", "description")
-ARM_KEYS = ("name", "description", "speculation", "flags", "environment")
+ARM_KEYS = ("name", "description", "speculation", "flags", "environment", "options")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 OWN_VARIABLES = ("AERIE_INSTANCE", "AERIE_ROOT", "AERIE_PROFILE_DIR")
@@ -79,8 +81,14 @@ class Request:
     environment: Mapping[str, Any] = field(default_factory=dict)
     driver: str | None = None
     api_key: str | None = field(default=None, repr=False)
+    gpu_table: Mapping[str, Any] | None = None
+    """What GPUs of one kind need, as docs/reference/gpu-settings.md says."""
+    host_gpus: tuple[Mapping[str, Any], ...] = ()
+    """The host's GPUs with ``index`` and ``compute_capability``."""
     rehearsal: bool = False
-    """True in check mode: a model that an earlier step would bring may be missing."""
+    """True in check mode: a model or a release that an earlier step would bring may be missing."""
+    patch_sets: tuple[Mapping[str, Any], ...] | None = None
+    """The patch sets that must be active (name, sha256, upstream_since of each); None takes the release as it is."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +106,8 @@ class Plan:
     gpus: tuple[int, ...] | None
     definition: str
     warnings: tuple[str, ...]
+    gpu_settings: tuple[Mapping[str, Any], ...] = ()
+    """The rules and options of the GPU settings that are in force, each with what it sets."""
 
     @property
     def directory(self) -> Path:
@@ -201,7 +211,9 @@ def plan(host: Host, request: Request) -> Plan:
         )
     directory = Path(release["path"])
     parser = server_flags.Parser.load(directory / "server_arguments.json", str(release["sglang_version"]))
-    warnings: list[str] = []
+    inactive = patch_checks.problems(host.paths, release, request.patch_sets)
+    problems += [] if request.rehearsal else inactive
+    warnings: list[str] = [f"instance {request.name} could not start as things are now: {one}" for one in inactive if request.rehearsal]
 
     speculation = request.arm.get("speculation") or None
     arm_name = str(request.arm.get("name") or request.instance.get("arm"))
@@ -247,11 +259,17 @@ def plan(host: Host, request: Request) -> Plan:
         server_flags.Layer(f"arm {arm_name}", request.arm.get("flags") or {}),
         server_flags.Layer(f"instance {request.name}", request.instance.get("flags") or {}),
     ]
+    chosen = _gpu_settings(request, release, parser, layers, target, draft, warnings)
+    layers.insert(2, server_flags.Layer("GPU settings", chosen.flags, owner=True))
+    layers.insert(4, server_flags.Layer(f"arm {arm_name}: options", chosen.option_flags, owner=True))
     line = server_flags.command_line(parser, layers)
     problems += line.problems
     warnings += line.warnings
+    problems += [f"arm {arm_name}: {problem}" for problem in chosen.problems]
+    problems += chosen.refusals(parser, line.values, line.origins)
     problems += launch_checks.gpu_problems(request.name, gpus, line.values)
-    environment = _environment(host.paths, request, release, arm_name, problems)
+    environment = _environment(host.paths, request, release, arm_name, problems, chosen)
+    warnings += [*chosen.warnings, *chosen.contradictions(parser, line.values, environment, line.origins)]
     problems += launch_checks.port_problems(request.name, str(host.paths.root), listen, port, lambda: _pids(host.paths, request.name))
     raise_all(problems, f"instance {request.name} can't start on this host (nothing was touched)")
 
@@ -271,10 +289,71 @@ def plan(host: Host, request: Request) -> Plan:
         models=models,
         gpus=tuple(gpus) if gpus is not None else None,
         definition=canonical_hash(
-            {"argv": argv, "environment": environment, "release": release["id"], "models": models, "api_key": key_hash}
+            {"argv": argv, "environment": environment, "release": _sources(release), "models": models, "api_key": key_hash}
         ),
         warnings=tuple(warnings),
+        gpu_settings=tuple(chosen.applied(parser, line.values, environment)),
     )
+
+
+def _sources(release: Mapping[str, Any]) -> Any:
+    """Return what says which sources a release has: its id, and of an adopted tree, which is patched in place, its patch sets too."""
+    return [release["id"], release.get("patch_sets")] if release.get("adopted") == "tree" else release["id"]
+
+
+def look_before_start(wanted: Plan) -> list[str]:
+    """Raise when the server would import SGLang from elsewhere than its release's own tree; return warnings about what hooks into it.
+
+    That what the release adopted has changed since is a warning too.
+    """
+    changed = releases.drift(wanted.host.paths, wanted.release)
+    warnings = [f"instance {wanted.name}: {changed}: install and patch again for a release of what is there now"] if changed else []
+    tree = patch_checks.tree_of(wanted.host.paths, wanted.release)
+    if tree is None:
+        return warnings
+    try:
+        plugins = patch_checks.look(wanted.argv[0], wanted.environment, wanted.directory, tree)
+    except AerieError as error:
+        raise AerieError(f"instance {wanted.name} can't start on this host (nothing was touched): {error}") from error
+    return warnings + [patch_checks.warning(plugin) for plugin in plugins]
+
+
+def _gpu_settings(
+    request: Request,
+    release: Mapping[str, Any],
+    parser: server_flags.Parser,
+    layers: list[server_flags.Layer],
+    target: Mapping[str, Any] | None,
+    draft: Mapping[str, Any] | None,
+    warnings: list[str],
+) -> gpu_settings.Choice:
+    """Return what the GPUs need with the flags and variables that were set, and the arm's options."""
+    table = gpu_settings.Table.of(request.gpu_table or {})
+    found = gpu_settings.capabilities(request.host_gpus, request.instance.get("gpus"))
+    if table.rules and not found:
+        warnings.append(
+            f"instance {request.name}: nobody knows the compute capability of its GPUs (does nvidia-smi answer?), so that no settings for "
+            f"{listing(sorted(table.capabilities))} were looked at"
+        )
+    environment: dict[str, str] = {}
+    for variables in _set_variables(request):
+        environment |= {name: str(value) for name, value in variables.items() if value is not None}
+    there = gpu_settings.Situation(
+        version=Version.parse(parser.version),
+        capabilities=found,
+        target=gpu_settings.read_model(Path(target["path"]), target["config"] or {}) if target else None,
+        draft=gpu_settings.read_model(Path(draft["path"]), draft["config"] or {}) if draft else None,
+        speculation=bool(request.arm.get("speculation")),
+        flags=server_flags.command_line(parser, layers).values,
+        environment=environment,
+        patch_sets=frozenset(str(one["name"]) for one in release.get("patch_sets") or ()),
+    )
+    return gpu_settings.choose(table, there, parser, request.arm.get("options") or ())
+
+
+def _set_variables(request: Request) -> list[Mapping[str, Any]]:
+    places = (request.profile, {"environment": request.environment}, request.arm, request.instance)
+    return [place.get("environment") or {} for place in places]
 
 
 def _pids(paths: HostPaths, name: str) -> list[int]:
@@ -305,6 +384,9 @@ def _shape_problems(request: Request) -> Iterator[str]:
         for key in ("flags", "environment"):
             if not isinstance(holder.get(key) or {}, Mapping):
                 yield f"{owner}: {key}: needs a dictionary, got {holder[key]!r}"
+    options = request.arm.get("options") or []
+    if not isinstance(options, list) or not all(isinstance(option, str) for option in options):
+        yield f"arm {request.arm.get('name')}: options: needs a list of names, got {options!r}"
 
 
 def _model(request: Request, name: str, where: str, problems: list[str]) -> dict[str, Any] | None:
@@ -332,7 +414,14 @@ def _model(request: Request, name: str, where: str, problems: list[str]) -> dict
     return {**model, "path": str(path), "config": config}
 
 
-def _environment(paths: HostPaths, request: Request, release: Mapping[str, Any], arm_name: str, problems: list[str]) -> dict[str, str]:
+def _environment(
+    paths: HostPaths,
+    request: Request,
+    release: Mapping[str, Any],
+    arm_name: str,
+    problems: list[str],
+    chosen: gpu_settings.Choice,
+) -> dict[str, str]:
     """Return the server's variables; what is wrong with them is added to ``problems``."""
     directory = paths.instance(request.name)
     cache = paths.caches / f"{release['id']}-{request.driver or driver_version()}"
@@ -359,7 +448,9 @@ def _environment(paths: HostPaths, request: Request, release: Mapping[str, Any],
     layers: list[tuple[str, Mapping[str, Any]]] = [
         ("Aerie", base),
         (f"profile {request.profile.get('name', '')}", profile),
+        ("GPU settings", chosen.environment),
         ("sglang_server_environment", request.environment),
+        (f"arm {arm_name}: options", chosen.option_environment),
         (f"arm {arm_name}", request.arm.get("environment") or {}),
         (f"instance {request.name}", request.instance.get("environment") or {}),
     ]
@@ -442,6 +533,7 @@ def start(wanted: Plan, ready_seconds: float, tell: Tell = _silent) -> dict[str,
         "host": wanted.endpoint.host,
         "port": wanted.endpoint.port,
         "gpus": list(wanted.gpus) if wanted.gpus is not None else None,
+        "gpu_settings": [dict(setting) for setting in wanted.gpu_settings],
         "api_key": bool(wanted.endpoint.api_key),
         "service_manager": service.kind,
         "started": time.time(),
@@ -554,6 +646,7 @@ def stop(host: Host, name: str, tell: Tell = _silent) -> dict[str, Any]:
     seen = server_processes.of_instance(host.paths, name)
     active = [service for service in services if service.is_active(name)]
     enabled = [service for service in services if service.is_enabled(name)]
+    used = server_processes.gpu_memory_used_mib() if seen else None
     if seen or active:
         tell(f"{name}: stopping ({len(seen)} processes)")
     for service in services:
@@ -576,6 +669,7 @@ def stop(host: Host, name: str, tell: Tell = _silent) -> dict[str, Any]:
         "changed": bool(seen or active or enabled),
         "killed": [process.pid for process in killed],
         "stopped": [process.pid for process in seen],
+        "gpu_memory_used_mib": {"before": used, "after": server_processes.gpu_memory_used_mib()} if used else None,
     }
 
 

@@ -147,6 +147,8 @@ class CommandLine:
     values: Mapping[str, Any]
     problems: tuple[str, ...]
     warnings: tuple[str, ...]
+    origins: Mapping[str, str] = field(default_factory=dict)
+    """Which layer had the last word on each flag (by dest), also where that was to leave it out."""
 
 
 def plain(name: str) -> str:
@@ -158,6 +160,7 @@ def command_line(parser: Parser, layers: Iterable[Layer]) -> CommandLine:
     """Merge ``layers`` and check every flag against ``parser``; all problems come back at once, none is raised."""
     owned = {found[1].dest: cure for flag, cure in OWNED.items() if (found := parser.find(flag))}
     settings: dict[str, tuple[str, Argument, Any, Layer]] = {}
+    origins: dict[str, str] = {}
     problems: list[str] = []
     warnings: list[str] = []
     for layer in layers:
@@ -183,6 +186,7 @@ def command_line(parser: Parser, layers: Iterable[Layer]) -> CommandLine:
                 continue
             # A later layer's flag comes last in the order too, so that a plan reads from general to special.
             settings.pop(argument.dest, None)
+            origins[argument.dest] = layer.origin
             if value is False and argument.opposite and not flag.startswith("--no-"):
                 flag, value = argument.opposite, True
             if value is not None and value is not False:
@@ -196,7 +200,8 @@ def command_line(parser: Parser, layers: Iterable[Layer]) -> CommandLine:
             line.append(f"{flag}={words[0]}")
         else:
             line += [flag, *words]
-    return CommandLine(tuple(line), {dest: setting[2] for dest, setting in settings.items()}, tuple(problems), tuple(warnings))
+    values = {dest: setting[2] for dest, setting in settings.items()}
+    return CommandLine(tuple(line), values, tuple(problems), tuple(warnings), origins)
 
 
 def _translated(parser: Parser, name: str, value: Any) -> tuple[str, Any, str | None]:

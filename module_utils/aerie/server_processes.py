@@ -57,23 +57,33 @@ def end(paths: HostPaths, name: str, seen: Iterable[Process], seconds: float) ->
     return processes.end(left.values(), seconds) if left else []
 
 
-def gpu_memory_mib(pids: Iterable[int]) -> int | None:
-    """Return the GPU memory that ``pids`` hold, or None where there is no nvidia-smi to ask."""
+def _nvidia_smi(query: str) -> list[str] | None:
     program = shutil.which("nvidia-smi")
     if program is None:
         return None
+    argv = [program, query, "--format=csv,noheader,nounits"]
     try:
-        answer = subprocess.run(
-            [program, "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"],
-            capture_output=True,
-            text=True,
-            timeout=30,
-            check=True,
-        )
+        return subprocess.run(argv, capture_output=True, text=True, timeout=30, check=True).stdout.splitlines()
     except (OSError, subprocess.SubprocessError):
         return None
+
+
+def gpu_memory_used_mib() -> list[int] | None:
+    """Return the memory in use on each GPU, by whomever, or None where there is no nvidia-smi to ask."""
+    rows = _nvidia_smi("--query-gpu=memory.used")
+    return None if rows is None else [int(row) if row.strip().isdigit() else 0 for row in rows]
+
+
+def gpu_memory_mib(pids: Iterable[int]) -> int | None:
+    """Return the GPU memory that ``pids`` hold, or None where there is no nvidia-smi to ask.
+
+    In a container with process ids of its own the driver tells other ids, and this finds 0.
+    """
+    rows = _nvidia_smi("--query-compute-apps=pid,used_memory")
+    if rows is None:
+        return None
     wanted, total = set(pids), 0
-    for row in answer.stdout.splitlines():
+    for row in rows:
         pid, _, used = row.partition(",")
         if pid.strip().isdigit() and int(pid) in wanted:
             total += int(used) if used.strip().isdigit() else 0

@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ansible.module_utils.aerie import datasets, experiment, launch_checks, server_flags, versions
+from ansible.module_utils.aerie import datasets, experiment, gpu_settings, launch_checks, server_flags, versions
 from ansible.module_utils.aerie.errors import AerieError
 from ansible.module_utils.aerie.words import listing, near
 
-ARM_KEYS = ("description", "speculation", "flags", "environment")
+ARM_KEYS = ("description", "speculation", "flags", "environment", "options")
 INSTANCE_KEYS = ("arm", "model", "port", "host", "gpus", "flags", "environment", "description")
 MODEL_KEYS = ("path", "source", "weights")
 MODEL_SOURCES = ("host", "controller")
@@ -26,7 +26,8 @@ SHORTEST_LEASE_SECONDS = 60
 
 @dataclass(frozen=True)
 class Project:
-    """What lies in the project's directories: patch sets by name, experiments by name with their content, ``versions.yml``.
+    """What lies in the project's directories: patch sets by name, experiments by name with their content, ``versions.yml``, and the
+    names of the options that arms may ask for, by profile.
 
     Paths in experiments are relative to ``root``.
     """
@@ -35,6 +36,7 @@ class Project:
     experiments: Mapping[str, Any] = field(default_factory=dict)
     versions: Mapping[str, Any] | None = None
     root: Path = Path()
+    options: Mapping[str, Collection[str]] = field(default_factory=dict)
 
 
 def check(settings: Mapping[str, Any], project: Project) -> list[str]:
@@ -53,12 +55,14 @@ def check(settings: Mapping[str, Any], project: Project) -> list[str]:
         check_catalog(catalog),
         check_flags("sglang_server_flags", settings.get("sglang_server_flags")),
         check_environment("sglang_server_environment", settings.get("sglang_server_environment")),
-        check_arms(arms, catalog),
+        check_arms(arms, catalog, project.options.get(str(settings.get("aerie_profile")), ())),
         check_instances(instances, arms, catalog),
         check_ports(instances),
         check_exposure(instances, settings.get("sglang_server_api_key")),
-        check_version(settings.get("sglang_release_version"), settings.get("aerie_profile"), project.versions),
+        [] if adopts(settings) else check_version(settings.get("sglang_release_version"), settings.get("aerie_profile"), project.versions),
+        check_adoption(settings),
         check_patch_sets(patch_sets if isinstance(patch_sets, list) else [], project.patch_sets),
+        check_golden_prompts(settings.get("sglang_patches_golden_prompts"), project.root),
         check_experiment(settings.get("sglang_benchmark_experiment"), project, arms, instances),
         check_benchmark_instance(settings.get("sglang_benchmark_instance"), instances),
     ]
@@ -108,8 +112,8 @@ def check_catalog(catalog: Mapping[str, Any]) -> Iterator[str]:
             yield f"{where}.path is {path!r}: it must be a path"
 
 
-def check_arms(arms: Mapping[str, Any], catalog: Collection[str]) -> Iterator[str]:
-    """Each arm has known keys, a speculation that holds together, and a draft model that exists."""
+def check_arms(arms: Mapping[str, Any], catalog: Collection[str], options: Collection[str] = ()) -> Iterator[str]:
+    """Each arm has known keys, a speculation that holds together, a draft model that exists, and options that the profile has."""
     for name, arm in arms.items():
         where = f"sglang_server_arms.{name}"
         yield from _name(where, name, "._-")
@@ -121,6 +125,11 @@ def check_arms(arms: Mapping[str, Any], catalog: Collection[str]) -> Iterator[st
         yield from _keys(where, arm, ARM_KEYS)
         yield from check_flags(f"{where}.flags", arm.get("flags"))
         yield from check_environment(f"{where}.environment", arm.get("environment"))
+        asked = arm.get("options")
+        if asked is not None and not isinstance(asked, list):
+            yield f"{where}.options is {asked!r}: it must be a list of names"
+        elif asked:
+            yield from (f"{where}.{gpu_settings.unknown_option(name, options)}" for name in asked if name not in options)
         speculation = arm.get("speculation")
         if speculation is not None and not isinstance(speculation, Mapping):
             yield f"{where}.speculation is {speculation!r}: it must be null or a mapping with {listing(server_flags.SPECULATION_FLAGS)}"
@@ -214,6 +223,25 @@ def check_version(version: Any, profile: Any, known: Mapping[str, Any] | None) -
         yield f"sglang_release_version: {error}"
 
 
+def adopts(settings: Mapping[str, Any]) -> bool:
+    """Say whether the host's own SGLang is used, which may have a version that ``versions.yml`` does not know."""
+    return bool(settings.get("sglang_release_adopt_environment") or settings.get("sglang_release_adopt"))
+
+
+def check_adoption(settings: Mapping[str, Any]) -> Iterator[str]:
+    """What is adopted has an absolute path, and is none of Aerie's own."""
+    root = settings.get("aerie_root")
+    examples = {"sglang_release_adopt_environment": "/opt/venv/bin/python", "sglang_release_adopt": "/sgl-workspace/sglang/python"}
+    for name, example in examples.items():
+        path = settings.get(name)
+        if not isinstance(path, str) or not path:
+            continue
+        if not path.startswith("/") or posixpath.normpath(path) != path:
+            yield f"{name} is {path!r}: it must be an absolute path in its shortest spelling, such as {example}"
+        elif isinstance(root, str) and Path(path).is_relative_to(root):
+            yield f"{name} is {path!r}, which is below aerie_root: what lies there is Aerie's own; adopt what the host had before"
+
+
 def check_patch_sets(names: Iterable[Any], known: Collection[str]) -> Iterator[str]:
     """Each patch set is there, once."""
     seen = set()
@@ -223,6 +251,12 @@ def check_patch_sets(names: Iterable[Any], known: Collection[str]) -> Iterator[s
         elif name not in known:
             yield f"sglang_patches_sets: {_not_in(name, known, 'the sets under patches/')}"
         seen.add(name)
+
+
+def check_golden_prompts(path: Any, root: Path) -> Iterator[str]:
+    """The prompts are there: a switch that finds out has stopped servers by then."""
+    if isinstance(path, str) and not (root / path).is_file():
+        yield f"sglang_patches_golden_prompts is {path!r}: there is no such file in the project; null asks none"
 
 
 def check_experiment(name: Any, project: Project, arms: Collection[str], instances: Collection[str]) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Adds to sglang_server what only the controller knows: the profile's settings and the arm that a name means; shows a start's progress."""
+"""Adds to sglang_server what only the controller knows: the profile's settings, GPU table, the arm that a name means; shows progress."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from aerie_controller import PROJECT
+from aerie_controller import PROJECT, patch_sets
 from aerie_controller.detached import DetachedAction
 
 
@@ -17,7 +17,10 @@ class ActionModule(DetachedAction):
         if isinstance(arguments.get("arm"), str):
             arguments["arm"] = chosen_arm(arguments["arm"], arms)
         if isinstance(arguments.get("profile"), str):
+            arguments.setdefault("gpu_table", self._gpu_table(arguments["profile"]))
             arguments["profile"] = {"name": arguments["profile"], **self._profile(arguments["profile"])}
+        if arguments.get("patch_sets") is not None:
+            arguments["patch_sets"] = [active(one) for one in patch_sets.load(arguments["patch_sets"])]
         return arguments
 
     def _profile(self, name: str) -> dict[str, Any]:
@@ -30,6 +33,17 @@ class ActionModule(DetachedAction):
             raise AerieError(f"aerie_profile: no profile {name!r} ({path} is missing): choose {listing(known, last='or')}")
         settings: dict[str, Any] = self._loader.load_from_file(str(path))
         return settings
+
+    def _gpu_table(self, profile: str) -> dict[str, Any]:
+        path = PROJECT / "profiles" / profile / "gpu_settings.yml"
+        table: dict[str, Any] = self._loader.load_from_file(str(path)) if path.is_file() else {}
+        return table
+
+
+def active(patch_set: Any) -> dict[str, Any]:
+    """Return what a host needs to tell whether a patch set is active."""
+    since = patch_set.upstream_since
+    return {"name": patch_set.name, "sha256": patch_set.sha256, "upstream_since": since.text if since else None}
 
 
 def chosen_arm(name: str, arms: dict[str, Any]) -> dict[str, Any]:

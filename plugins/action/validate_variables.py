@@ -78,6 +78,7 @@ class ActionModule(ActionBase):
             experiments={path.stem: self._load(path) for path in sorted(project.glob("experiments/*.yml"))},
             versions=self._load(versions) if versions.exists() else None,
             root=project,
+            options={path.parent.name: list(self._load(path).get("options") or {}) for path in project.glob("profiles/*/gpu_settings.yml")},
         )
 
 

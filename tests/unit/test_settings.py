@@ -125,6 +125,11 @@ def test_settings_of_roles_that_are_not_there_are_not_missed():
             "'phase_profile' is not one of the sets under patches/ (phase_profiler and tuner); did you mean 'phase",
         ),
         ("sglang_patches_sets", ["tuner", "tuner"], "sglang_patches_sets names 'tuner' twice"),
+        (
+            "sglang_patches_golden_prompts",
+            "no/such.json",
+            "sglang_patches_golden_prompts is 'no/such.json': there is no such file in the project",
+        ),
         ("sglang_release_version", "0.5.24", "SGLang 0.5.24 has no lock for profile cpu"),
         ("sglang_release_version", "0.5.15.post1", "has no lock for profile cpu (it has one for cuda)"),
         ("sglang_benchmark_experiment", "demos", "'demos' is not one of the files of experiments/ (demo and night); did you mean 'demo'?"),
@@ -180,3 +185,22 @@ def test_a_data_set_that_would_kill_the_server_is_refused_before_a_host_is_touch
     turns[0]["value"] = "a prompt"
     (tmp_path / "set.json").write_text(json.dumps([{"conversations": turns}]))
     assert settings.check(GOOD, project) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "message"),
+    [
+        ("sglang_release_adopt_environment", "python3", "must be an absolute path"),
+        ("sglang_release_adopt", "/srv/sglang/../x", "in its shortest spelling"),
+        ("sglang_release_adopt", "/opt/aerie/releases/x", "is below aerie_root"),
+    ],
+)
+def test_what_is_adopted_is_named_by_its_path_and_is_not_aeries_own(name, path, message):
+    (problem,) = settings.check(GOOD | {name: path}, PROJECT)
+    assert message in problem
+
+
+@pytest.mark.parametrize("name", ["sglang_release_adopt_environment", "sglang_release_adopt"])
+def test_an_adopted_version_needs_no_lock(name):
+    adopted = {name: "/srv/x", "sglang_release_version": "0.5.9", "sglang_release_wheels": "/srv/wheels"}
+    assert settings.check(GOOD | adopted, PROJECT) == []

@@ -1,0 +1,373 @@
+"""Settings for GPUs of one kind are chosen by capability, version, model and parallelism, lie beneath a person's, and are told."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from ansible.module_utils.aerie import gpu_settings, server, server_flags, settings
+from ansible.module_utils.aerie.errors import AerieError
+from ansible.module_utils.aerie.gpu_settings import ModelFacts, Situation
+from ansible.module_utils.aerie.specifiers import Version
+
+sys.path.insert(0, str(Path(__file__).parent))
+from sglang_example import ARGUMENTS, BASELINE, DRAFT, EAGLE3, TARGET, _row, _switch, make_host, make_models, make_release, make_request
+
+VALUES = yaml.safe_load((Path(__file__).parents[2] / "profiles/cuda/gpu_settings.yml").read_text())
+TABLE = gpu_settings.Table.of(VALUES)
+SM120 = frozenset({"12.0"})
+BACKENDS = ["triton", "flashinfer", "fa3", "flashmla", "trtllm_mla", "trtllm_mha"]
+ROWS = [
+    *ARGUMENTS,
+    _row("--attention-backend", choices=BACKENDS),
+    _row("--prefill-attention-backend", choices=BACKENDS),
+    _row("--decode-attention-backend", choices=BACKENDS),
+    _row("--speculative-draft-attention-backend", choices=BACKENDS),
+    _row("--moe-runner-backend"),
+    _row("--fp8-gemm-backend"),
+    _row("--fp4-gemm-backend"),
+    _row("--kv-cache-dtype"),
+    _row("--flashinfer-allreduce-fusion-backend"),
+    _switch("--disable-custom-all-reduce"),
+    _switch("--enable-deterministic-inference"),
+]
+
+LLAMA = {"architectures": ["LlamaForCausalLM"], "num_attention_heads": 32, "hidden_size": 128, "vocab_size": 1024, "dtype": "bfloat16"}
+KIMI = {"architectures": ["KimiK25ForConditionalGeneration"], "text_config": {**LLAMA, "kv_lora_rank": 512, "n_routed_experts": 384}}
+FP8 = {**LLAMA, "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+NVFP4 = {**LLAMA, "quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}}
+NVFP4_MOE = {**NVFP4, "num_experts": 128}
+GPT_OSS = {**LLAMA, "architectures": ["GptOssForCausalLM"], "quantization_config": {"quant_method": "mxfp4"}, "num_local_experts": 32}
+TRITON, ALL_REDUCE = {"attention-backend": "triton"}, {"disable-custom-all-reduce": True}
+DEEP_GEMM = {"SGLANG_ENABLE_JIT_DEEPGEMM": "0"}
+
+
+def parser(version: str) -> server_flags.Parser:
+    return server_flags.Parser(version, tuple(server_flags._argument(row) for row in ROWS))
+
+
+def there(version: str, config: dict[str, Any], **changes: Any) -> Situation:
+    draft = changes.pop("draft", None)
+    return Situation(
+        version=Version.parse(version),
+        capabilities=changes.pop("capabilities", SM120),
+        target=ModelFacts.of(config),
+        draft=ModelFacts.of(draft) if draft else None,
+        **changes,
+    )
+
+
+def chosen(version: str, config: dict[str, Any], options: tuple[str, ...] = (), **changes: Any) -> gpu_settings.Choice:
+    return gpu_settings.choose(TABLE, there(version, config, **changes), parser(version), options)
+
+
+@pytest.mark.parametrize(
+    ("config", "kind"),
+    [
+        (LLAMA, ("mha", None, False, "bfloat16")),
+        (KIMI, ("mla", None, True, "bfloat16")),
+        ({**KIMI["text_config"], "index_topk": 2048}, ("dsa", None, True, "bfloat16")),
+        ({**LLAMA, "compress_ratios": [1]}, ("other", None, False, "bfloat16")),
+        (FP8, ("mha", "fp8_block", False, "bfloat16")),
+        ({**LLAMA, "quantization_config": {"quant_method": "fp8"}}, ("mha", "fp8", False, "bfloat16")),
+        (NVFP4_MOE, ("mha", "nvfp4", True, "bfloat16")),
+        (
+            {**LLAMA, "quantization_config": {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}},
+            ("mha", "nvfp4_compressed", False, "bfloat16"),
+        ),
+        (GPT_OSS, ("mha", "mxfp4", True, "bfloat16")),
+        ({**LLAMA, "dtype": None, "torch_dtype": "float16"}, ("mha", None, False, "float16")),
+        ({**LLAMA, "dtype": None}, ("mha", None, False, "float16")),
+        ({**LLAMA, "dtype": "float32", "model_type": "gemma2"}, ("mha", None, False, "bfloat16")),
+    ],
+)
+def test_a_model_is_known_by_its_config(config, kind):
+    facts = ModelFacts.of(config)
+    assert (facts.attention, facts.quantization, facts.moe, facts.dtype) == kind
+
+
+def test_modelopt_keeps_its_quantization_in_a_file_of_its_own(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "NVFP4"}}))
+    assert gpu_settings.read_model(tmp_path, {}).quantization == "nvfp4"
+    assert gpu_settings.read_model(tmp_path / "absent", FP8).quantization == "fp8_block"
+
+
+@pytest.mark.parametrize(
+    ("version", "config", "flags", "environment"),
+    [
+        ("0.5.9", LLAMA, {}, DEEP_GEMM),
+        ("0.5.9", KIMI, TRITON, DEEP_GEMM),
+        ("0.5.9", FP8, {"fp8-gemm-backend": "triton"}, DEEP_GEMM),
+        ("0.5.9", NVFP4, {"fp4-gemm-backend": "flashinfer_cudnn"}, DEEP_GEMM),
+        ("0.5.9", GPT_OSS, {"moe-runner-backend": "triton_kernel"}, DEEP_GEMM),
+        ("0.5.10.post1", FP8, {}, DEEP_GEMM),
+        ("0.5.10.post1", NVFP4_MOE, {}, DEEP_GEMM),
+        ("0.5.12.post1", NVFP4_MOE, {"moe-runner-backend": "flashinfer_cutlass"}, DEEP_GEMM),
+        ("0.5.12.post1", NVFP4, {}, DEEP_GEMM),
+        ("0.5.13", NVFP4_MOE, {}, {}),
+        ("0.5.15.post1", FP8, {}, {}),
+        ("0.5.15.post1", KIMI, TRITON, {}),
+        ("0.5.23", KIMI, TRITON, {}),
+        ("0.5.23", GPT_OSS, {}, {}),
+        ("0.5.8", KIMI, {}, {}),
+    ],
+)
+def test_what_is_set_follows_version_and_model(version, config, flags, environment):
+    choice = chosen(version, config)
+    assert (choice.flags, choice.environment, choice.problems, choice.warnings) == (flags, environment, (), ())
+
+
+@pytest.mark.parametrize("version", ["0.5.9", "0.5.12.post1", "0.5.15.post1", "0.5.23"])
+@pytest.mark.parametrize("capability", ["9.0", "10.0", "12.1"])
+@pytest.mark.parametrize("config", [LLAMA, KIMI, FP8, NVFP4_MOE, GPT_OSS])
+def test_other_gpus_get_nothing_and_are_refused_nothing(version, capability, config):
+    choice = chosen(version, config, capabilities=frozenset({capability}), speculation=True, flags={"tp_size": 8})
+    assert choice.rules == ()
+    assert list(choice.refusals(parser(version), {"attention_backend": "trtllm_mla"}, {})) == []
+
+
+@pytest.mark.parametrize(("tp", "flags"), [(1, {}), (2, {}), (4, ALL_REDUCE), ("8", ALL_REDUCE)])
+def test_the_custom_all_reduce_goes_beyond_two_gpus(tp, flags):
+    assert chosen("0.5.15.post1", LLAMA, flags={"tp_size": tp}).flags == flags
+
+
+@pytest.mark.parametrize(
+    ("version", "speculates", "environment", "flags"),
+    [
+        ("0.5.12.post1", True, {}, {"speculative-draft-attention-backend": "triton"}),
+        ("0.5.12.post1", False, {}, {}),
+        ("0.5.9", True, {}, {}),
+        ("0.5.9", True, {"SGLANG_ENABLE_SPEC_V2": "1"}, {"speculative-draft-attention-backend": "triton"}),
+        ("0.5.14", True, {}, {}),
+    ],
+)
+def test_the_draft_gets_the_backend_whose_extend_has_a_graph(version, speculates, environment, flags):
+    assert chosen(version, LLAMA, draft=LLAMA, speculation=speculates, environment=environment).flags == flags
+
+
+def test_a_draft_counts_only_where_it_is_served():
+    assert chosen("0.5.9", LLAMA, draft=FP8, speculation=True).flags == {"fp8-gemm-backend": "triton"}
+    assert chosen("0.5.9", LLAMA, draft=FP8, speculation=False).flags == {}
+
+
+@pytest.mark.parametrize(
+    ("version", "flags", "refused"),
+    [
+        ("0.5.15.post1", {"attention_backend": "trtllm_mla"}, "--attention-backend trtllm_mla"),
+        ("0.5.15.post1", {"decode_attention_backend": "trtllm_mla"}, "--decode-attention-backend trtllm_mla"),
+        ("0.5.15.post1", {"speculative_draft_attention_backend": "fa3"}, "--speculative-draft-attention-backend fa3"),
+        ("0.5.23", {"attention_backend": "flashmla"}, "--attention-backend flashmla"),
+        ("0.5.9", {"decode_attention_backend": "trtllm_mha"}, "--decode-attention-backend trtllm_mha"),
+        ("0.5.15.post1", {"decode_attention_backend": "trtllm_mha"}, None),
+        ("0.5.15.post1", {"attention_backend": "trtllm_mha"}, "--attention-backend trtllm_mha"),
+        ("0.5.15.post1", {"attention_backend": "trtllm_mha", "prefill_attention_backend": "flashinfer"}, None),
+        ("0.5.19", {"attention_backend": "trtllm_mha"}, None),
+        ("0.5.19", {"attention_backend": "trtllm_mha", "kv_cache_dtype": "fp8_e4m3"}, "--attention-backend trtllm_mha"),
+        ("0.5.23", {"flashinfer_allreduce_fusion_backend": "auto"}, "--flashinfer-allreduce-fusion-backend auto"),
+        ("0.5.23", {"attention_backend": "flashinfer"}, None),
+    ],
+)
+def test_what_fails_on_these_gpus_is_refused_with_place_reason_and_cure(version, flags, refused):
+    choice = chosen(version, LLAMA, flags=flags)
+    found = list(choice.refusals(parser(version), flags, dict.fromkeys(flags, "arm x")))
+    assert len(found) == (1 if refused else 0)
+    for problem in found:
+        assert problem.startswith(f"arm x: {refused}: not on GPUs of compute capability 12.0: ")
+        assert "sglang" in problem
+        assert "leave" in problem
+
+
+def test_the_fusion_is_refused_unless_its_patch_set_and_its_variable_are_there():
+    flags = {"flashinfer_allreduce_fusion_backend": "trtllm"}
+
+    def refused(**changes: Any) -> bool:
+        return bool(list(chosen("0.5.23", LLAMA, flags=flags, **changes).refusals(parser("0.5.23"), flags, {})))
+
+    variable, patch = {"AERIE_FLASHINFER_FUSION_SM120": "1"}, frozenset({"flashinfer_fusion_sm120"})
+    assert refused()
+    assert refused(environment=variable)
+    assert refused(patch_sets=patch)
+    assert not refused(environment=variable, patch_sets=patch)
+
+
+def test_a_rule_whose_flag_a_version_lacks_is_never_emitted():
+    values = {"rules": [{**VALUES["rules"][0], "flags": {"no-such-flag": "x"}}]}
+    choice = gpu_settings.choose(gpu_settings.Table.of(values), there("0.5.23", KIMI), parser("0.5.23"))
+    assert choice.flags == {}
+    assert "has no flag --no-such-flag" in choice.warnings[0]
+
+
+@pytest.mark.parametrize(
+    ("version", "config", "flags", "problem"),
+    [
+        ("0.5.22", LLAMA, {"tp_size": 8}, None),
+        ("0.5.23", LLAMA, {"tp_size": 2}, None),
+        ("0.5.23", KIMI, {"tp_size": 4}, None),
+        ("0.5.21", LLAMA, {"tp_size": 8}, "is for SGLang >=0.5.22, not for 0.5.21: 0.5.21 has the switch, but pins FlashInfer 0.6.18"),
+        ("0.5.15.post1", LLAMA, {"tp_size": 8}, "is for SGLang >=0.5.22, not for 0.5.15.post1"),
+        ("0.5.23", LLAMA, {}, "serves tp-size 2, 4 or 8 only, not 1"),
+        ("0.5.23", LLAMA, {"tp_size": 6}, "serves tp-size 2, 4 or 8 only, not 6"),
+        ("0.5.23", LLAMA, {"tp_size": 8, "dtype": "half"}, "serves bfloat16 only, and the model runs in float16: set dtype to bfloat16"),
+        ("0.5.23", {**LLAMA, "dtype": "float16"}, {"tp_size": 8}, "the model runs in float16"),
+        ("0.5.23", {**LLAMA, "dtype": "float16"}, {"tp_size": 8, "dtype": "bfloat16"}, None),
+        ("0.5.23", LLAMA, {"tp_size": 8, "enable_deterministic_inference": True}, "has no effect with --enable-deterministic-inference"),
+    ],
+)
+def test_an_option_is_refused_where_it_would_have_no_effect(version, config, flags, problem):
+    choice = chosen(version, config, ("pcie_ipc_allreduce",), flags=flags)
+    assert len(choice.problems) == (1 if problem else 0)
+    if problem:
+        assert choice.problems[0].startswith("options: pcie_ipc_allreduce: ")
+        assert problem in choice.problems[0]
+        assert choice.option_environment == {}
+    else:
+        assert choice.option_environment == {"SGLANG_ENABLE_PCIE_IPC_ALLREDUCE": "1"}
+        assert choice.option_flags == ALL_REDUCE
+
+
+def test_a_misspelt_option_is_answered_with_what_there_is():
+    assert chosen("0.5.23", LLAMA, ("pcie_ipc_allreduse",)).problems == (
+        "options: no option 'pcie_ipc_allreduse'; did you mean 'pcie_ipc_allreduce'?",
+    )
+    assert gpu_settings.unknown_option("x", ()) == "options: no option 'x' in this profile"
+
+
+def test_gpus_count_only_where_the_instance_uses_them():
+    gpus = [{"index": 0, "compute_capability": "12.0"}, {"index": 1, "compute_capability": "9.0"}, {"index": 2, "compute_capability": None}]
+    assert gpu_settings.capabilities(gpus, None) == {"12.0", "9.0"}
+    assert gpu_settings.capabilities(gpus, [1]) == {"9.0"}
+    assert gpu_settings.capabilities([], None) == frozenset()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"versons": ">=1"}, "rule x: versons: no such key; did you mean 'versions'?"),
+        ({"why": None}, "rule x: why is missing"),
+        ({"severity": "must"}, "severity must be required or recommended, not 'must'"),
+        ({"flags": None}, "rule x: sets and forbids nothing"),
+        ({"forbids": {"a": ["b"]}}, "rule x: forbids, and names no cure"),
+        ({"versions": ">0.5,"}, None),
+        ({"versions": "0.5"}, "rule x: versions: '0.5' is no version specifier"),
+        ({"when": {"attention": ["mle"]}}, "when: attention: 'mle' is not one of mla, mha, dsa and other"),
+        ({"when": {"tp": 2}}, "rule x: when: tp: no such key"),
+        ({"environment": {"A": 0}}, "environment: A: needs text in quotes, got 0"),
+    ],
+)
+def test_a_wrong_table_is_refused(change, message):
+    rule = {"id": "x", "capabilities": ["12.0"], "versions": ">=0.5", "severity": "required", "why": "w", "source": [{"report": "r"}]}
+    values = {"rules": [rule | {"flags": {"attention-backend": "triton"}} | change]}
+    if message is None:
+        assert gpu_settings.Table.of(values).rules
+        return
+    with pytest.raises(AerieError) as caught:
+        gpu_settings.Table.of(values)
+    assert message in str(caught.value)
+
+
+# In a plan, with a release on a disk
+
+
+MLA = {**TARGET, "num_attention_heads": 8, "kv_lora_rank": 16, "dtype": "bfloat16"}
+GPUS = ({"index": 0, "compute_capability": "12.0"}, {"index": 1, "compute_capability": "12.0"})
+
+
+def planned(root: Path, arm: dict[str, Any] = EAGLE3, **changes: Any) -> server.Plan:
+    make_release(root, ROWS)
+    models = make_models(root, target=MLA, draft=DRAFT)
+    settings = {"host_gpus": GPUS, "gpu_table": VALUES, "profile": {"name": "cuda"}, "models": models, **changes}
+    return server.plan(make_host(root), make_request(root, arm, **settings))
+
+
+def test_a_plan_has_the_settings_in_its_arguments_and_tells_each(tmp_path):
+    plan = planned(tmp_path)
+    assert plan.argv[plan.argv.index("--attention-backend") + 1] == "triton"
+    assert plan.warnings == ()
+    (told,) = plan.gpu_settings
+    assert told["id"] == "sm120-mla-triton"
+    assert told["flags"] == TRITON
+    assert "MLA" in told["why"]
+
+
+def test_a_hopper_gets_the_plan_that_it_would_have_without_a_table(tmp_path):
+    hopper = tuple({"index": index, "compute_capability": "9.0"} for index in range(2))
+    plan = planned(tmp_path / "a", host_gpus=hopper)
+    assert plan.gpu_settings == ()
+    assert planned(tmp_path / "b", gpu_table=None).argv[3:] == tuple(word.replace("/a/", "/b/") for word in plan.argv[3:])
+
+
+@pytest.mark.parametrize("value", ["flashinfer", None])
+def test_a_persons_own_setting_wins(tmp_path, value):
+    plan = planned(tmp_path, flags={"attention-backend": value})
+    assert plan.gpu_settings == ()
+    assert ("--attention-backend" in plan.argv) == (value is not None)
+    assert plan.warnings == ()  # the rule is a recommendation
+
+
+def test_a_setting_against_a_required_rule_is_warned_about_with_rule_source_and_cure(tmp_path):
+    named = ("sm120-no-deep-gemm", "sm120-nvfp4-moe-cutlass")
+    rules = [{**rule, "versions": ">=0.5.9", "when": {}} for rule in VALUES["rules"] if rule["id"] in named]
+    table = {"rules": rules}
+    plan = planned(
+        tmp_path, gpu_table=table, flags={"moe-runner-backend": "flashinfer_trtllm"}, environment={"SGLANG_ENABLE_JIT_DEEPGEMM": "1"}
+    )
+    variable, flag = plan.warnings
+    assert flag.startswith(
+        "sglang_server_flags: --moe-runner-backend flashinfer_trtllm: GPUs of compute capability 12.0 need flashinfer_cutlass: "
+    )
+    assert "sm120-nvfp4-moe-cutlass; sglang 0.5.11: sglang/srt/layers/quantization/modelopt_quant.py" in flag
+    assert flag.endswith("leave it out, and the right value is set")
+    assert variable.startswith("environment: SGLANG_ENABLE_JIT_DEEPGEMM 1: GPUs of compute capability 12.0 need 0: ")
+    assert plan.environment["SGLANG_ENABLE_JIT_DEEPGEMM"] == "1"
+    assert plan.gpu_settings == ()
+
+
+def test_a_forbidden_value_is_refused_with_all_other_problems_before_anything_is_touched(tmp_path):
+    arm = {**EAGLE3, "flags": {"decode-attention-backend": "trtllm_mla"}, "options": ["pcie_ipc_allreduce"]}
+    with pytest.raises(AerieError) as caught:
+        planned(tmp_path, arm)
+    assert "arm eagle3: --decode-attention-backend trtllm_mla: not on GPUs of compute capability 12.0" in str(caught.value)
+    assert "arm eagle3: options: pcie_ipc_allreduce: serves tp-size 2, 4 or 8 only, not 1" in str(caught.value)
+    assert not (tmp_path / "instances").exists()
+
+
+def test_an_option_is_set_told_and_part_of_what_defines_the_server(tmp_path):
+    plain = planned(tmp_path / "a", BASELINE, flags={"tp-size": 2}, models=make_models(tmp_path, target=MLA))
+    arm = {**BASELINE, "options": ["pcie_ipc_allreduce"]}
+    plan = planned(tmp_path / "b", arm, flags={"tp-size": 2}, models=make_models(tmp_path, target=MLA))
+    assert plan.environment["SGLANG_ENABLE_PCIE_IPC_ALLREDUCE"] == "1"
+    assert "--disable-custom-all-reduce" in plan.argv
+    assert [setting["id"] for setting in plan.gpu_settings] == ["sm120-mla-triton", "pcie_ipc_allreduce"]
+    assert plan.definition != plain.definition
+
+
+def test_gpus_that_nobody_knows_are_warned_about(tmp_path):
+    plan = planned(tmp_path, host_gpus=())
+    assert plan.gpu_settings == ()
+    assert "nobody knows the compute capability of its GPUs" in plan.warnings[0]
+
+
+def test_options_must_be_names(tmp_path):
+    with pytest.raises(AerieError, match="options: needs a list of names"):
+        planned(tmp_path, {**BASELINE, "options": "pcie_ipc_allreduce"})
+    with pytest.raises(AerieError, match="no such setting of an arm; did you mean 'options'"):
+        planned(tmp_path / "b", {**BASELINE, "option": []})
+
+
+def test_options_of_arms_are_checked_before_a_host_is_asked():
+    project = settings.Project(options={"cuda": ["pcie_ipc_allreduce"]})
+
+    def found(profile: str, options: Any) -> list[str]:
+        return settings.check({"aerie_profile": profile, "sglang_server_arms": {"a": {"options": options}}}, project)
+
+    assert found("cuda", ["pcie_ipc_allreduce"]) == []
+    assert found("cuda", ["pcie_allreduce"]) == [
+        "sglang_server_arms.a.options: no option 'pcie_allreduce'; did you mean 'pcie_ipc_allreduce'?"
+    ]
+    assert found("cpu", ["pcie_ipc_allreduce"]) == ["sglang_server_arms.a.options: no option 'pcie_ipc_allreduce' in this profile"]
+    assert found("cuda", "pcie_ipc_allreduce") == ["sglang_server_arms.a.options is 'pcie_ipc_allreduce': it must be a list of names"]
