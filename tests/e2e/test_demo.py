@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import urllib.request
 import pytest
 import yaml
 
-from runs import PROJECT, free_port, processes_of
+from runs import PROJECT, free_port, processes_of, snapshot
 
 MODULE_CALLS = 25
 LOOKED_AT = {"gpu_host_info", "model_identity", "sglang_environment", "sglang_release", "source_patch", "sglang_server"}
@@ -107,6 +108,44 @@ def test_a_server_that_does_not_start_is_the_outcome_of_its_cells_and_not_the_en
     assert all("did not start" in reason and "no_such_package" in reason for reason in failed.values())
     assert len(records) == 6
     assert "baseline-c1-r1" in run.output
+
+
+def test_status_tells_every_patched_file_and_changes_nothing(deployed, demo):
+    before = snapshot(demo.root / "originals")
+    run = demo.run("playbooks/status.yml").require_success()
+    assert re.search(r"eagle_worker_v2\.py +patched by phase_profiler +\d+ +kept", run.output)
+    assert run.changed == {}
+    assert run.calls["localhost"].count("source_patch_info") == 1
+    assert snapshot(demo.root / "originals") == before
+
+
+def test_a_start_with_an_edited_patched_file_is_refused_and_told_by_status_until_it_is_put_back(deployed, demo):
+    demo.run("playbooks/start.yml").require_success()
+    (worker,) = (demo.root / "current").resolve().glob("lib/*/site-packages/sglang/srt/speculative/eagle_worker_v2.py")
+    ours = worker.read_bytes()
+    try:
+        worker.write_bytes(ours + b"# edited\n")
+        refused = demo.run("playbooks/start.yml")
+        assert refused.status != 0
+        assert "is not as it was patched" in refused.output
+        assert "playbooks/patch.yml" in refused.output
+        assert generate(demo.port), "a refusal touches no server"
+        assert "changed by somebody" in demo.run("playbooks/status.yml").require_success().output
+    finally:
+        worker.write_bytes(ours)
+    assert demo.run("playbooks/start.yml").require_success().changed == {}
+
+
+def test_prune_frees_what_nothing_needs_once_and_leaves_the_server_and_its_release(deployed, demo):
+    half_made = demo.root / "releases/0.5.23-000000000000"
+    (half_made / "bin").mkdir(parents=True)
+    foreseen = demo.run("playbooks/prune.yml", "--check").require_success()
+    assert half_made.exists()
+    assert "half made" in foreseen.output
+    assert demo.run("playbooks/prune.yml").require_success().changed != {}
+    assert not half_made.exists()
+    assert demo.run("playbooks/prune.yml").require_success().changed == {}
+    assert generate(demo.port)
 
 
 def test_stop_leaves_no_process_and_start_brings_the_server_back(deployed, demo):

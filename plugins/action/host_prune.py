@@ -1,0 +1,36 @@
+"""Looks first and shows what goes, with its size; then lets the module free it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from ansible.plugins.action import ActionBase
+from ansible.utils.display import Display
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+import aerie_controller  # noqa: F401  makes ansible.module_utils.aerie importable
+
+
+class ActionModule(ActionBase):
+    _supports_check_mode = True
+    _supports_async = False
+
+    def run(self, tmp: str | None = None, task_vars: dict[str, Any] | None = None) -> dict[str, Any]:
+        from ansible.module_utils.aerie import upkeep_tables
+
+        result = super().run(tmp, task_vars)
+        host = str((task_vars or {}).get("inventory_hostname", "?"))
+        arguments = dict(self._task.args)
+        found = self._execute_module(module_args=arguments | {"look": True}, task_vars=task_vars)
+        if found.get("failed"):
+            return result | found
+        table = upkeep_tables.pruned(host, found, done=False)
+        Display().display(f"\n{table}")
+        if self._task.check_mode or arguments.get("look") or not found["removed"]:
+            return result | found | {"table": table}
+        freed = self._execute_module(module_args=arguments, task_vars=task_vars)
+        if not freed.get("failed"):
+            Display().display(f"  {host}: {upkeep_tables.human(freed['freed_bytes'])} freed")
+        return result | freed | {"table": table}
