@@ -88,8 +88,8 @@ class Job:
     before_cell: Callable[[], None] = field(default=lambda: None)
 
 
-class _CellError(Exception):
-    """Why a cell did not complete; ``status`` is what its outcome says."""
+class CellError(Exception):
+    """Why a measurement did not complete; ``status`` is what its outcome says."""
 
     def __init__(self, reason: str, status: str = FAILED, exit_status: int | None = None) -> None:
         super().__init__(reason)
@@ -97,7 +97,7 @@ class _CellError(Exception):
         self.exit_status = exit_status
 
 
-class _ServerDiedError(_CellError):
+class ServerDiedError(CellError):
     """The server is gone: the cell and all that follow it in this launch can't be measured."""
 
 
@@ -154,7 +154,7 @@ def pending(run: Path, definitions: tuple[dict[str, Any], ...], by: str = "ident
 
 def run(job: Job, tell: Callable[[str, int, int], None]) -> dict[str, Any]:
     """Run every cell of ``job`` that is not done; return what became of each. ``tell`` gets a line, cells done and cells in all."""
-    with _alone(job.lock, job.run.name):
+    with alone(job.lock, job.run.name):
         switch = job.server.profile / PROFILER_SWITCH
         switch.unlink(missing_ok=True)  # an earlier run that was killed must not slow this one's cells
         return _run_cells(job, tell)
@@ -221,12 +221,12 @@ def _run_cell(
     figures = ""
     try:
         if died:
-            raise _ServerDiedError(died)
+            raise ServerDiedError(died)
         first.require_same(job.server)
         figures = _measure(job, definition, directory, warmed, first)
-    except _CellError as error:
+    except CellError as error:
         reason = str(error)
-        if isinstance(error, _ServerDiedError):
+        if isinstance(error, ServerDiedError):
             died = died or reason
         outcome = {"status": error.status, "reason": reason, "exit_status": error.exit_status}
         figures = f"{error.status.upper()}: {reason.splitlines()[0]}"
@@ -240,7 +240,7 @@ def _measure(job: Job, definition: dict[str, Any], directory: Path, warmed: set[
     if level not in warmed:
         _warm(job, definition, directory, first)
         warmed.add(level)
-    _flush(job.server)
+    flush(job.server)
     before = _snapshot(job.server, directory, INFO_BEFORE, METRICS_BEFORE)
     load = _load(job, definition, directory / CLIENT)
     if definition["kind"] == PROFILE:
@@ -251,14 +251,14 @@ def _measure(job: Job, definition: dict[str, Any], directory: Path, warmed: set[
     try:
         result = bench_clients.read_result(directory / CLIENT)
     except AerieError as error:
-        raise _CellError(f"{error}\n{_tail(directory / CLIENT_LOG)}") from error
+        raise CellError(f"{error}\n{tail(directory / CLIENT_LOG)}") from error
     found = bench_clients.metrics(result)
     _settle(job.server, before, found["completed"])
     after = _snapshot(job.server, directory, INFO_AFTER, METRICS_AFTER)
     if found["completed"] < definition["requests"]:
         first.require_same(job.server)
         short = f"{found['completed']} of {definition['requests']} requests completed"
-        raise _CellError(f"{short}\n{_tail(directory / CLIENT_LOG)}", exit_status=0)
+        raise CellError(f"{short}\n{tail(directory / CLIENT_LOG)}", exit_status=0)
     grown = server_metrics.delta(before.metrics, after.metrics)
     accepted = server_metrics.acceptance(grown, before.info, after.info)
     speed = found["output_throughput_tok_s"]
@@ -292,8 +292,8 @@ def _warm(job: Job, definition: dict[str, Any], directory: Path, first: _Listene
             _client(job, load, scratch, first)
             bench_clients.read_result(scratch / CLIENT)
         except AerieError as error:
-            raise _CellError(f"warm-up: {error}") from error
-        except _CellError as error:
+            raise CellError(f"warm-up: {error}") from error
+        except CellError as error:
             error.args = (f"warm-up: {error}",)
             raise
 
@@ -308,26 +308,26 @@ def _client(job: Job, load: bench_clients.Load, directory: Path, first: _Listene
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env=_client_environment(job),
+            env=client_environment(job.client_environment, job.server.api_key),
             cwd=directory,
             start_new_session=True,
         )
         try:
             status = _wait(job, client)
         finally:
-            _end_group(client)
+            end_group(client)
             _scrub(job.server.api_key, log, load.output)
     if status:
         first.require_same(job.server)
-        raise _CellError(f"the client ended with status {status}\n{_tail(log)}", exit_status=status)
+        raise CellError(f"the client ended with status {status}\n{tail(log)}", exit_status=status)
 
 
-def _client_environment(job: Job) -> dict[str, str]:
-    """Return the client's environment: ours without proxies, which must not stand between it and the loopback."""
-    merged = {**os.environ, **job.client_environment}
+def client_environment(variables: Mapping[str, str], api_key: str | None) -> dict[str, str]:
+    """Return the client's environment: ours and ``variables`` without proxies, which must not stand between it and the loopback."""
+    merged = {**os.environ, **variables}
     kept = {name: value for name, value in merged.items() if not name.lower().endswith("_proxy") and not name.startswith("AERIE_")}
     kept |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    return kept | ({"OPENAI_API_KEY": job.server.api_key} if job.server.api_key else {})
+    return kept | ({"OPENAI_API_KEY": api_key} if api_key else {})
 
 
 def _wait(job: Job, client: subprocess.Popen[bytes]) -> int:
@@ -336,18 +336,18 @@ def _wait(job: Job, client: subprocess.Popen[bytes]) -> int:
     while (status := client.poll()) is None:
         now = time.monotonic()
         if now > deadline:
-            raise _CellError(f"no result after {job.timeout_seconds:g} s: the client was ended\n{_tail(job.server.log)}", TIMEOUT)
+            raise CellError(f"no result after {job.timeout_seconds:g} s: the client was ended\n{tail(job.server.log)}", TIMEOUT)
         if now - looked > GONE_SECONDS / 4:
             looked = now
             if processes.is_listening(job.server.port):
                 seen = now
             elif now - seen > GONE_SECONDS:
-                raise _ServerDiedError(_death(job.server))
+                raise ServerDiedError(death(job.server))
         time.sleep(POLL_SECONDS)
     return status
 
 
-def _end_group(client: subprocess.Popen[bytes]) -> None:
+def end_group(client: subprocess.Popen[bytes]) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(client.pid, signal.SIGKILL)
     client.wait()
@@ -384,22 +384,25 @@ class _Listeners:
         deadline = time.monotonic() + GONE_SECONDS
         while not processes.is_listening(server.port):
             if time.monotonic() > deadline:
-                raise _ServerDiedError(_death(server))
+                raise ServerDiedError(death(server))
             time.sleep(POLL_SECONDS)
         now = _Listeners.of(server.port).pids
         if self.pids and not set(self.pids) & set(now):
-            raise _ServerDiedError(_death(server, f" and was started again (process {words.listing(now)}), which would be another launch"))
+            raise ServerDiedError(death(server, f" and was started again (process {words.listing(now)}), which would be another launch"))
 
 
-def _death(server: Server, more: str = "") -> str:
-    return f"the server on port {server.port} died{more}; the end of {server.log}:\n{_tail(server.log)}"
+def death(server: Server, more: str = "") -> str:
+    return f"the server on port {server.port} died{more}; the end of {server.log}:\n{tail(server.log)}"
 
 
-def _request(server: Server, path: str, method: str = "GET", seconds: float = HTTP_SECONDS) -> str:
+def request(server: Server, path: str, method: str = "GET", seconds: float = HTTP_SECONDS, body: Any = None) -> str:
+    """Return the server's answer as text, without the API key; ``body`` is sent as JSON."""
     headers = {"Authorization": f"Bearer {server.api_key}"} if server.api_key else {}
-    request = urllib.request.Request(server.url + path, method=method, headers=headers)
+    data = None if body is None else json.dumps(body).encode()
+    headers |= {"Content-Type": "application/json"} if body is not None else {}
+    asked = urllib.request.Request(server.url + path, data=data, method=method, headers=headers)
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    with opener.open(request, timeout=seconds) as answer:
+    with opener.open(asked, timeout=seconds) as answer:
         text: str = answer.read().decode(errors="replace")
     return text.replace(server.api_key, REDACTED) if server.api_key else text
 
@@ -408,14 +411,14 @@ def _get(server: Server, *paths: str) -> str | None:
     """Return the first answer among ``paths``; None when the server has none of them."""
     for path in paths:
         try:
-            return _request(server, path)
+            return request(server, path)
         except urllib.error.HTTPError as error:
             if error.code not in (404, 405):
-                raise _CellError(f"{path} answered {error.code}: {error.reason}") from error
+                raise CellError(f"{path} answered {error.code}: {error.reason}") from error
         except OSError as error:
             if not processes.is_listening(server.port):
-                raise _ServerDiedError(_death(server)) from error
-            raise _CellError(f"{path} did not answer: {error}") from error
+                raise ServerDiedError(death(server)) from error
+            raise CellError(f"{path} did not answer: {error}") from error
     return None
 
 
@@ -432,21 +435,21 @@ def _snapshot(server: Server, directory: Path, info_name: str, metrics_name: str
     return _Snapshot(found if isinstance(found, dict) else None, metrics)
 
 
-def _flush(server: Server) -> None:
+def flush(server: Server) -> None:
     """Empty the prefix cache, so that no arm finds what another left; refused while a request is still ending, so ask again."""
     deadline = time.monotonic() + FLUSH_SECONDS
     while True:
         try:
-            _request(server, "/flush_cache", "POST")
+            request(server, "/flush_cache", "POST")
             return
         except urllib.error.HTTPError as error:
             reason = f"{error.code} {error.read().decode(errors='replace').strip()[:200]}"
         except OSError as error:
             if not processes.is_listening(server.port):
-                raise _ServerDiedError(_death(server)) from error
+                raise ServerDiedError(death(server)) from error
             reason = str(error)
         if time.monotonic() > deadline:
-            raise _CellError(f"/flush_cache did not empty the prefix cache in {FLUSH_SECONDS} s ({reason}): has this server other traffic?")
+            raise CellError(f"/flush_cache did not empty the prefix cache in {FLUSH_SECONDS} s ({reason}): has this server other traffic?")
         time.sleep(0.2)
 
 
@@ -464,7 +467,7 @@ def _settle(server: Server, before: _Snapshot, completed: int) -> None:
 def _profiling(profile: Path, target: Path) -> Iterator[None]:
     """Switch the phase profiler on for the block, and keep the lines that it wrote in that time."""
     if not profile.is_dir():
-        raise _CellError(f"{profile} does not exist: the server has no AERIE_PROFILE_DIR; is patch set phase_profiler in the release?")
+        raise CellError(f"{profile} does not exist: the server has no AERIE_PROFILE_DIR; is patch set phase_profiler in the release?")
     sizes = {path.name: path.stat().st_size for path in profile.glob("phases-*.jsonl")}
     switch = profile / PROFILER_SWITCH
     switch.touch()
@@ -472,14 +475,14 @@ def _profiling(profile: Path, target: Path) -> Iterator[None]:
         yield
     finally:
         switch.unlink(missing_ok=True)
-        kept = b"".join(_new_lines(path, sizes.get(path.name, 0)) for path in sorted(profile.glob("phases-*.jsonl")))
+        kept = b"".join(new_lines(path, sizes.get(path.name, 0)) for path in sorted(profile.glob("phases-*.jsonl")))
         files.write_atomic(target, kept)
     if not kept:
         cause = "the arm has no speculation, or patch set phase_profiler is not in the release"
-        raise _CellError(f"the profiler wrote nothing\n    below {profile}: {cause}", exit_status=0)
+        raise CellError(f"the profiler wrote nothing\n    below {profile}: {cause}", exit_status=0)
 
 
-def _new_lines(path: Path, offset: int) -> bytes:
+def new_lines(path: Path, offset: int) -> bytes:
     with path.open("rb") as stream:
         stream.seek(offset)
         data = stream.read()
@@ -490,7 +493,7 @@ def _new_lines(path: Path, offset: int) -> bytes:
 
 
 @contextlib.contextmanager
-def _alone(path: Path, run_id: str) -> Iterator[None]:
+def alone(path: Path, run_id: str) -> Iterator[None]:
     """Hold ``path``: two loads on one server would measure each other."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a+") as lock:
@@ -524,7 +527,7 @@ def _scratch(path: Path) -> Iterator[Path]:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def _tail(path: Path, lines: int = 15) -> str:
+def tail(path: Path, lines: int = 15) -> str:
     try:
         with path.open("rb") as stream:
             stream.seek(0, os.SEEK_END)

@@ -12,21 +12,27 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
-from ansible.module_utils.aerie import verdict
+from ansible.module_utils.aerie import profile_table, trace_summary, verdict
 from ansible.module_utils.aerie.errors import AerieError
-from ansible.module_utils.aerie.terminal_table import number, range_text
+from ansible.module_utils.aerie.phases import PHASES
+from ansible.module_utils.aerie.terminal_table import cut, number, range_text
 from ansible.module_utils.aerie.words import listing
 
 DEFAULT_TITLE = "SGLang with and without EAGLE-3"
-TEMPLATE = "page.html.j2"
+TEMPLATE, PROFILE_TEMPLATE = "page.html.j2", "profile.html.j2"
+WIDE = 880
+"""Width of a plot that has the page to itself."""
 
 
-def render(groups: Sequence[verdict.Group], title: str = DEFAULT_TITLE) -> str:
-    """Return the page; refuses where matplotlib is missing, saying what to install."""
+def _plots() -> Any:
     try:
         from . import plots
     except ImportError as error:
         raise AerieError(f"the report needs matplotlib on the controller ({error}): install requirements/controller.txt") from error
+    return plots
+
+
+def _template(name: str) -> jinja2.Template:
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -34,7 +40,12 @@ def render(groups: Sequence[verdict.Group], title: str = DEFAULT_TITLE) -> str:
         lstrip_blocks=True,
     )
     environment.filters.update(number=number, range=range_text, listing=listing, span=span, plain=plain, machine=machine, headline=headline)
-    template = environment.get_template(TEMPLATE)
+    return environment.get_template(name)
+
+
+def render(groups: Sequence[verdict.Group], title: str = DEFAULT_TITLE) -> str:
+    """Return the page; refuses where matplotlib is missing, saying what to install."""
+    plots, template = _plots(), _template(TEMPLATE)
     sections = [_section(plots, group, f"g{position}") for position, group in enumerate(groups, 1)]
     return (
         template.render(
@@ -62,6 +73,59 @@ def _section(plots: Any, group: verdict.Group, key: str) -> dict[str, Any]:
         "swatches": {arm.name: plots.swatch(index) for index, arm in enumerate(group.arms)},
         "pinned": {arm.name for arm in group.arms if arm.pinned},
     }
+
+
+def render_profile(found: Mapping[str, Any]) -> str:
+    """Return the page of a profile (as profile.json holds it); refuses where matplotlib is missing, saying what to install."""
+    plots, template = _plots(), _template(PROFILE_TEMPLATE)
+    hosts = [_profiled_host(plots, name, content["arms"], f"h{number}") for number, (name, content) in enumerate(found["hosts"].items(), 1)]
+    return template.render(run_id=found["run_id"], hosts=hosts, interval=profile_table.interval).rstrip() + "\n"
+
+
+def _profiled_host(plots: Any, name: str, arms: Sequence[Mapping[str, Any]], key: str) -> dict[str, Any]:
+    levels = [(arm, level) for arm in arms for level in arm["levels"]]
+    phased = [(arm, level) for arm, level in levels if level["phases"]]
+    traced = [(arm, level) for arm, level in levels if level["trace"]]
+    kinds = [
+        (index, kind) for index, kind in enumerate(trace_summary.NAMES) if any(kind in level["trace"]["categories"] for _, level in traced)
+    ]
+    return {
+        "name": name,
+        "key": key,
+        "arms": arms,
+        "levels": levels,
+        "phased": phased,
+        "traced": traced,
+        "parts": [(phase, dict(verdict.PARTS).get(phase, phase), profile_table.PHASE_HEADS[phase]) for phase in PHASES],
+        "kinds": kinds,
+        "shares": _stacked(
+            plots,
+            phased,
+            [[100 * level["phases"]["phases"][phase]["share"] for phase in PHASES] for _, level in phased],
+            f"{key}-shares",
+            "Shares of a decode cycle",
+            end=100,
+            unit="%",
+        ),
+        "kernels": _stacked(
+            plots,
+            traced,
+            [[level["trace"]["categories"].get(kind, {"ms": 0.0})["ms"] for kind in trace_summary.NAMES] for _, level in traced],
+            f"{key}-kernels",
+            "Milliseconds of a traced decode step by kind of work",
+            unit="ms",
+        ),
+    }
+
+
+def _stacked(
+    plots: Any, entries: Sequence[tuple[Any, Any]], values: Sequence[Sequence[float]], key: str, title: str, **more: Any
+) -> str | None:
+    if not entries:
+        return None
+    rows = [(f"{cut(arm['arm']['name'], 26)}, {level['concurrency']}", row) for (arm, level), row in zip(entries, values, strict=True)]
+    said = "; ".join(f"{label}: {', '.join(number(value) for value in row if value)}" for label, row in rows)
+    return str(plots.stacked(rows, key, title, said, width=WIDE, **more))
 
 
 def headline(crossing: verdict.Crossover, group: verdict.Group) -> tuple[str, str]:

@@ -133,34 +133,55 @@ def speedup(group: verdict.Group, key: str) -> str:
 
 def cycle(group: verdict.Group, key: str) -> str:
     """Share of each part of a decode cycle, one bar per profiled arm and concurrency."""
-    labels = [f"{cut(phases.arm, 16)}, {phases.concurrency}" for phases in group.phases]
-
-    def draw(axes: Axes) -> None:
-        for row, phases in enumerate(group.phases):
-            left = 0.0
-            for index, (part, _) in enumerate(verdict.PARTS):
-                share = 100 * phases.shares[part]
-                axes.barh(row, share, left=left, height=0.62, color=part_colour(index), edgecolor=PAPER, linewidth=1.2)
-                if share >= 9:
-                    axes.text(left + share / 2, row, f"{share:.0f}", ha="center", va="center_baseline", color=PAPER, fontsize=11.5)
-                left += share
-        axes.set_yticks(range(len(labels)), labels=labels)
-        for text in axes.get_yticklabels():
-            text.set_parse_math(False)
-        axes.set_ylim(len(labels) - 0.45, -0.55)
-        axes.set_xlim(0, 100)
-        axes.xaxis.set_major_locator(FixedLocator([0, 25, 50, 75, 100]))
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g} %"))
-        axes.spines["bottom"].set_visible(False)
-        axes.tick_params(axis="x", length=0)
-
+    rows = [
+        (f"{cut(phases.arm, 16)}, {phases.concurrency}", [100 * phases.shares[part] for part, _ in verdict.PARTS])
+        for phases in group.phases
+    ]
     said = [
         f"{phases.arm} at {phases.concurrency} clients: "
         + ", ".join(f"{label} {100 * phases.shares[part]:.0f} %" for part, label in verdict.PARTS)
         for phases in group.phases
     ]
-    longest = max(len(label) for label in labels)
-    return _svg(draw, key, "Shares of a decode cycle", "; ".join(said), height=64 + 46 * len(labels), left=18 + 7.2 * longest)
+    return stacked(rows, key, "Shares of a decode cycle", "; ".join(said), end=100, unit="%")
+
+
+def stacked(
+    rows: Sequence[tuple[str, Sequence[float]]],
+    key: str,
+    title: str,
+    description: str,
+    *,
+    end: float | None = None,
+    unit: str,
+    width: float = WIDTH,
+) -> str:
+    """Return bars of parts, one for each of ``rows`` (label, values in the order of the part colours), up to ``end`` or the longest."""
+    last = end or max(sum(values) for _, values in rows) or 1.0
+
+    def draw(axes: Axes) -> None:
+        for row, (_, values) in enumerate(rows):
+            left = 0.0
+            for index, value in enumerate(values):
+                if not value:
+                    continue
+                axes.barh(row, value, left=left, height=0.62, color=part_colour(index), edgecolor=PAPER, linewidth=1.2)
+                if value >= 0.09 * last * WIDTH / width:
+                    said = f"{value:.0f}" if value >= 10 else f"{value:.1f}"
+                    axes.text(left + value / 2, row, said, ha="center", va="center_baseline", color=PAPER, fontsize=11.5)
+                left += value
+        axes.set_yticks(range(len(rows)), labels=[label for label, _ in rows])
+        for text in axes.get_yticklabels():
+            text.set_parse_math(False)
+        axes.set_ylim(len(rows) - 0.45, -0.55)
+        axes.set_xlim(0, last)
+        if end is not None:
+            axes.xaxis.set_major_locator(FixedLocator([end * quarter / 4 for quarter in range(5)]))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g} {unit}"))
+        axes.spines["bottom"].set_visible(False)
+        axes.tick_params(axis="x", length=0)
+
+    longest = max(len(label) for label, _ in rows)
+    return _svg(draw, key, title, description, height=64 + 46 * len(rows), left=18 + 7.2 * longest, width=width)
 
 
 def swatch(index: int) -> str:
@@ -255,11 +276,13 @@ def _sequence(group: verdict.Group, arm: str) -> str:
     )
 
 
-def _svg(draw: Callable[[Axes], None], key: str, title: str, description: str, height: float = HEIGHT, left: float = 50) -> str:
+def _svg(
+    draw: Callable[[Axes], None], key: str, title: str, description: str, height: float = HEIGHT, left: float = 50, width: float = WIDTH
+) -> str:
     """Draw and return an ``<svg>`` element for the inside of a page; ``key`` makes its ids unique there."""
     with matplotlib.rc_context({**_STYLE, "svg.hashsalt": key}):
-        figure = Figure(figsize=(WIDTH / 72, height / 72))
-        axes = figure.add_axes((left / WIDTH, 46 / height, 1 - (left + 10) / WIDTH, 1 - 58 / height))
+        figure = Figure(figsize=(width / 72, height / 72))
+        axes = figure.add_axes((left / width, 46 / height, 1 - (left + 10) / width, 1 - 58 / height))
         draw(axes)
         stream = StringIO()
         figure.savefig(stream, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
