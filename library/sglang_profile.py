@@ -94,6 +94,9 @@ options:
   api_key:
     description: The key that the server asks for.
     type: str
+  client:
+    description: A load client to use instead of the release's own, as with M(sglang_benchmark).
+    type: path
   start_failure:
     description: Why the arm's server did not start. Its levels are recorded as failed for this reason, and nothing is measured.
     type: str
@@ -223,6 +226,7 @@ def main() -> None:
             "target": {"type": "str", "default": ""},
             "host_info": {"type": "dict", "default": {}},
             "api_key": {"type": "str", "no_log": True},
+            "client": {"type": "path"},
             "start_failure": {"type": "str"},
             "lease": {"type": "dict"},
             "dest": {"type": "path"},

@@ -33,6 +33,7 @@ class Request:
     host_info: dict[str, Any]
     settings: profile_run.Settings
     api_key: str | None
+    client: str | None
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Request:
@@ -70,7 +71,7 @@ class Request:
             trace_steps=given["trace_steps"],
             timeout_seconds=given["timeout_seconds"],
         )
-        kept = ("run_id", "host", "instance", "arm", "models", "target", "host_info", "api_key")
+        kept = ("run_id", "host", "instance", "arm", "models", "target", "host_info", "api_key", "client")
         return cls(settings=settings, **{name: given[name] for name in kept})
 
     @property
@@ -136,7 +137,9 @@ def prepare(paths: HostPaths, asked: Request, before_level: Callable[[], None] =
     _require_profiler(release, asked)
     path = (asked.models.get(asked.target) or {}).get("path")
     tokenizer = Path(path) if path and Path(path).is_dir() else None
-    client = bench_clients.find(release_path, str(release["sglang_version"]), tokenizer)
+    package = Path(release["tree"]) / "sglang" if release.get("tree") else None
+    chosen = Path(asked.client) if asked.client else None
+    client = bench_clients.find(release_path, str(release["sglang_version"]), tokenizer, package=package, chosen=chosen)
     address = str(instance["host"]).strip("[]")
     return profile_run.Job(
         directory=directory(paths, asked),

@@ -214,6 +214,7 @@ GIVEN: dict[str, Any] = {
     "target": "target",
     "host_info": {},
     "api_key": None,
+    "client": None,
     "concurrency": [1, 4],
     "workload": {},
     "seconds": 10.0,
