@@ -79,7 +79,8 @@ def render_profile(found: Mapping[str, Any]) -> str:
     """Return the page of a profile (as profile.json holds it); refuses where matplotlib is missing, saying what to install."""
     plots, template = _plots(), _template(PROFILE_TEMPLATE)
     hosts = [_profiled_host(plots, name, content["arms"], f"h{number}") for number, (name, content) in enumerate(found["hosts"].items(), 1)]
-    return template.render(run_id=found["run_id"], hosts=hosts, interval=profile_table.interval).rstrip() + "\n"
+    known = {"interval": profile_table.interval, "heads": profile_table.CATEGORY_HEADS}
+    return template.render(run_id=found["run_id"], hosts=hosts, **known).rstrip() + "\n"
 
 
 def _profiled_host(plots: Any, name: str, arms: Sequence[Mapping[str, Any]], key: str) -> dict[str, Any]:
