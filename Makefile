@@ -88,8 +88,8 @@ adopt-version: .venv/.controller ## what a release of SGLang moved: VERSION=0.5.
 	@$(bin)/python tools/adopt_version.py $(VERSION) $(if $(WRITE),--write)
 
 .PHONY: test-e2e
-test-e2e: .venv/.dev ## whole runs on this machine
-	$(pytest) tests/e2e
+test-e2e: .venv/.dev ## whole runs on this machine (make test leaves the longest out)
+	$(pytest) tests/e2e --long
 
 .PHONY: test-targets
 test-targets: .venv/.dev ## whole runs on two booted hosts over SSH; needs root

@@ -17,7 +17,7 @@ TOLERANCE_MS = 1e-3
 
 @dataclass(frozen=True)
 class Cycle:
-    """One decode cycle, as one line of the profile says it; times are in milliseconds."""
+    """One decode cycle that was timed, as one line of the profile says it; times are in milliseconds."""
 
     time: float
     batch: int
@@ -43,6 +43,8 @@ class Phase:
 @dataclass(frozen=True)
 class Summary:
     """Many cycles; ``draft_steps_ms`` are medians by step, and ``draft_steps`` says how they came about.
+
+    ``cycles`` are those that were timed, a random sample of those that ran: shares and means are fair, counting ran cycles by it is not.
 
     ``measured``: each step on its own; the last holds no forward pass, as the first token comes from draft extend. ``divided``: the draft
     ran as one graph, whose steps can't be told apart, so that each is an equal part of it. ``mixed``: both, summed up from the measured.

@@ -42,6 +42,8 @@ READY_SECONDS = 180.0
 """How long a client may take to import and to fill the server; a Python client's first start on a cold disk takes over half a minute."""
 WARM_SECONDS = 240.0
 TRACE_SECONDS = 180.0
+SEEN_SECONDS = 0.1
+"""How long until the profiler has seen its files, at which it looks every 20 ms."""
 LINES_PER_WINDOW = 4
 """A window lasts until so many of the server's lines fit into it, if that is longer than what was asked for."""
 LONGEST_WINDOW_SECONDS = 15.0
@@ -346,6 +348,7 @@ def _trace(job: Job, level: int, directory: Path, follower: _Follower, watch: _W
         before = follower.traced
         for mark in marks:
             mark.touch()
+        watch.sleep(time.time() + SEEN_SECONDS)
         bench_runner.request(job.server, "/start_profile", "POST", TRACE_SECONDS, asked)
         watch.until(lambda: follower.traced > before, TRACE_SECONDS, lambda: f"no trace after {TRACE_SECONDS:g} s: see {job.server.log}")
     except urllib.error.HTTPError as error:

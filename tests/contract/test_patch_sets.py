@@ -275,7 +275,7 @@ def test_the_profiler_is_imported_once_where_it_is_used(profiled):
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Run one decode cycle of a patched worker, and return its phases in order and the lines that were written."""
     monkeypatch.setenv("AERIE_PROFILE_DIR", str(tmp_path))
-    (tmp_path / "on").touch()
+    (tmp_path / "on").write_text("1")  # every cycle
     spec = importlib.util.spec_from_file_location(PROFILER, OVERLAY)
     profiler = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(profiler)
@@ -284,9 +284,9 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     order: list[str] = []
     enter = profiler.Cycle.enter
 
-    def entered(cycle: Any, phase: str, moment: Any, step: int | None = None) -> None:
+    def entered(cycle: Any, phase: str, step: int | None = None) -> None:
         order.append(phase if step is None else f"step {step}")
-        enter(cycle, phase, moment, step)
+        enter(cycle, phase, step)
 
     monkeypatch.setattr(profiler.Cycle, "enter", entered)
 

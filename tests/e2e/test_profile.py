@@ -22,6 +22,7 @@ ASKED: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def profiled(deployed, demo):
+    demo.run("playbooks/start.yml").require_success()  # whatever the tests before left
     (demo.root / "instances/main/profile/on").touch()  # as an interrupted profile leaves it
     run = demo.run("playbooks/profile.yml", **ASKED).require_success()
     figures = json.loads((demo.results / "profile/tested/profile.json").read_text())

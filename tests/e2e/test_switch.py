@@ -123,6 +123,7 @@ def test_a_rollback_to_pristine_serves_the_published_sources_and_answers_token_f
     assert host.tokens() == tokens
 
 
+@pytest.mark.long
 def test_a_rollback_works_when_the_current_release_is_broken(host):
     broken, wanted = host.release()["id"], host.release("previous")["id"]
     server = host.sources() / "launch_server.py"
@@ -140,7 +141,7 @@ def test_a_rollback_works_when_the_current_release_is_broken(host):
 @pytest.mark.parametrize(
     ("file", "damage", "at_start", "words"),
     [
-        ("srt/layers/logits_processor.py", OTHER_LOGITS, False, "(not allowed)"),
+        pytest.param("srt/layers/logits_processor.py", OTHER_LOGITS, False, "(not allowed)", marks=pytest.mark.long),
         ("launch_server.py", "raise SystemExit('damaged')\n", True, "the server died while it started"),
     ],
     ids=["answers otherwise", "does not start"],
