@@ -65,6 +65,13 @@ options:
       - With V(current), what C(previous) points to afterwards, in place of the release that is left; an empty string is none.
       - For taking back a switch that failed, so that the release that failed is not the one to go back to.
     type: str
+  put_back:
+    description:
+      - With V(present), for an adopted tree whose files are back with the patch sets that it had before these; the release counts as
+        verified again if it did with them.
+      - For taking back a switch that failed, as what keeps a tree from being verified again need not keep it from serving as before.
+    type: bool
+    default: false
   lease:
     description: The lease of this run on the host, as M(host_lease) returned it; renewed before anything is changed.
     type: dict
@@ -185,6 +192,7 @@ def main() -> None:
             "patch_set_hashes": {"type": "dict"},
             "set_caches_aside": {"type": "bool", "default": False},
             "restore_previous": {"type": "str"},
+            "put_back": {"type": "bool", "default": False},
             "lease": {"type": "dict"},
         },
         required_if=[("state", "present", INGREDIENTS), ("state", "current", ("id",)), ("state", "absent", ("id",))],
@@ -232,7 +240,7 @@ def present(module: AnsibleModule, paths: HostPaths) -> dict[str, Any]:
         return result(exists=found is not None)
     if repatched:
         lease.renew_if_given(paths.lease, params["lease"])
-        value = release.set_patch_sets(paths, ingredients)
+        value = release.set_patch_sets(paths, ingredients, put_back=params["put_back"])
         return result(exists=True)
 
     def work(progress: jobs.Progress) -> dict[str, Any]:
@@ -259,8 +267,11 @@ def current(module: AnsibleModule, paths: HostPaths) -> dict[str, Any]:
     def result(verified: dict[str, Any], aside: list[str]) -> dict[str, Any]:
         return after | {"changed": changed, "exists": True, "caches_aside": aside, **release.describe(paths, verified)}
 
-    if not changed or module.check_mode:
-        return result(value, names if changed else [])
+    if not changed:
+        return result(value, [])
+    if module.check_mode:
+        release.require_unchanged(paths, value)
+        return result(value, names)
     if value["verified"]:
         lease.renew_if_given(paths.lease, module.params["lease"])
         release.require_unchanged(paths, value)

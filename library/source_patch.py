@@ -149,6 +149,12 @@ backups:
       file: sglang/srt/speculative/eagle_worker.py
       is: differs
       words: "differs from the pristine file: +3 -1"
+notes:
+  description: What a run that changes something saw besides, such as edits of files that no set touches; it is warned about too.
+  returned: success, unless O(state=verified)
+  type: list
+  elements: str
+  sample: ["/src/python: uncommitted edits of 1 file (sglang/utils.py), which no set touches: they stay, also when the sets are taken back"]
 kept:
   description: The manifest of what is applied, and the hashes of the originals in O(store) that taking it back needs.
   returned: success, with O(originals_on_controller), when something is applied, not in check mode
@@ -160,7 +166,8 @@ fetched:
   type: int
   sample: 2
 files:
-  description: Every file that is, was or would be patched, added, restored or removed.
+  description: Every file that is, was or would be patched, added, restored or removed; RV(files[].accepted) where O(accept_unknown) made
+    its original.
   returned: success, unless O(sets) was left out
   type: list
   elements: dict
@@ -172,6 +179,7 @@ files:
       after: 77ab01c4de
       hooks: [a decode cycle begins]
       changed: true
+      accepted: false
 sets:
   description: The patch sets that are applied, in order, each with the hash of all that it can change.
   returned: success
@@ -248,6 +256,7 @@ def converged(module: AnsibleModule, tree: SourceTree, store: PatchStore, sets: 
         "sets": planned.applied_after,
         "sets_before": planned.applied_before,
         "backups": [one.as_result() for one in planned.backups],
+        "notes": list(planned.notes),
         "diff": {"prepared": planned.diff()},
         **recovered,
     }

@@ -126,7 +126,7 @@ releases:
           state: patched
           sets: [phase_profiler]
           hooks: [a decode cycle begins]
-          original: {sha256: 7d3548362886, state: kept, copied: true}
+          original: {sha256: 7d3548362886, state: kept, accepted: false, copied: true}
           drift: null
     pristine:
       description: How many Python files are as published; null where that isn't known.

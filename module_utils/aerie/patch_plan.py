@@ -22,6 +22,7 @@ from ansible.module_utils.aerie.words import listing
 
 DIFF_LINES = 60
 NAMED = 3
+ACCEPTING = "to a playbook: -e sglang_patches_accept_unknown=true"
 
 PRISTINE, OURS, UNKNOWN, ABSENT = "pristine", "ours", "unknown", "absent"
 PATCHED, ADDED, RESTORED, REMOVED = "patched", "added", "restored", "removed"
@@ -53,6 +54,7 @@ class FileChange:
             "after": hash_of(self.wanted),
             "hooks": list(self.hooks),
             "changed": self.changes,
+            "accepted": self.accepted,
         }
 
 
@@ -309,7 +311,7 @@ class _Planner:
             restored = "to have it restored from the kept original"
             accepting = restored if entry and original is not None else "to take it as the original"
         commit = "commit it, " if self.tree.git and not entry else ""
-        self.problems.append(f"{message}\n    {commit}{cure(self.tree, path)}, or give accept_unknown: true {accepting}")
+        self.problems.append(f"{message}\n    {commit}{cure(self.tree, path)}, or give accept_unknown: true {accepting} ({ACCEPTING})")
 
     def moved(self, path: str, found: bytes) -> str | None:
         """Say what a file is whose package has another content of it than the one that it was patched from; None where that is not so."""

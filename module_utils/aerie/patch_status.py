@@ -169,7 +169,7 @@ def _file(source: SourceTree, store: PatchStore, name: str, entry: Mapping[str, 
         "state": state,
         "sets": sets,
         "hooks": list(entry["hooks"]),
-        "original": {"sha256": entry["before"], "state": kept},
+        "original": {"sha256": entry["before"], "state": kept, "accepted": bool(entry["accepted"])},
         "drift": drift,
     }
 

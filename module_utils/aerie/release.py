@@ -351,10 +351,17 @@ def require_unchanged(paths: HostPaths, release: Mapping[str, Any]) -> None:
         raise AerieError(f"{changed}: run the role sglang_release again, which makes a release of what is there now, or undo the change")
 
 
-def set_patch_sets(paths: HostPaths, ingredients: Ingredients) -> dict[str, Any]:
-    """Tell ``release.json`` of an adopted tree the patch sets that it will get; it must be verified again then."""
+def set_patch_sets(paths: HostPaths, ingredients: Ingredients, *, put_back: bool = False) -> dict[str, Any]:
+    """Tell ``release.json`` of an adopted tree the patch sets that it will get; it must be verified again then.
+
+    With ``put_back`` they are those that it had before, whose files are back; then it is as verified as it was with them.
+    """
     release = find(paths, ingredients.id)
-    changed = release | {"patch_sets": patch_sets_of(ingredients), "verified": False, "verified_at": None}
+    wanted = patch_sets_of(ingredients)
+    before = {key: release[key] for key in ("patch_sets", "verified", "verified_at")}
+    remembered = release.get("before")
+    found = remembered if put_back and remembered and remembered["patch_sets"] == wanted else None
+    changed = release | (found or {"patch_sets": wanted, "verified": False, "verified_at": None}) | {"before": before}
     write_json(paths.release(ingredients.id) / RELEASE, changed)
     return changed
 
@@ -407,7 +414,14 @@ def find(paths: HostPaths, release_id: str) -> dict[str, Any]:
     if release_id == "previous":
         target = linked(paths.previous)
         if target is None:
-            raise AerieError(f"{paths.root} has no previous release to go back to: name one of {listing(existing(paths))}")
+            tree = (read(paths, linked(paths.current) or "") or {}).get("tree")
+            what = f"name one of {listing(existing(paths))}"
+            if tree:
+                what = (
+                    f"{tree} is patched in place, and is one release whatever patch sets it has; to have it as git has it, run "
+                    "playbooks/rollback.yml with -e sglang_patches_rollback_to=pristine; to have other patch sets, playbooks/patch.yml"
+                )
+            raise AerieError(f"{paths.root} has no previous release to go back to: {what}")
         release_id = target
     release = read(paths, release_id)
     if release is None:

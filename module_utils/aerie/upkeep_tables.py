@@ -6,12 +6,14 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ansible.module_utils.aerie.patch_status import describe_sets
+from ansible.module_utils.aerie.patch_status import MISSING, describe_sets
 from ansible.module_utils.aerie.terminal_table import WIDTH, clean, cut
 from ansible.module_utils.aerie.words import listing
 
 ORIGINALS = {"kept": "kept", "damaged": "DAMAGED", "missing": "MISSING", "in git": "in git", "not kept": "–", "none": "–"}
 MOST_ROWS = 40
+MOST_MISSING = 8
+"""Of published files that no patch set touches: an image that was trimmed lacks hundreds."""
 
 
 def status(host: str, releases: Sequence[Mapping[str, Any]], width: int = WIDTH) -> str:
@@ -26,20 +28,32 @@ def _release(host: str, release: Mapping[str, Any], width: int) -> list[str]:
     words = [*release["links"], "verified" if release["verified"] else "not verified", *([adopted] if adopted else [])]
     lines = [cut(f"{host}: release {release['id']} ({', '.join(words)})", width), "─" * width]
     lines += _wrap(_facts(release), width)
-    files = release["files"]
+    files, drift, more = _fewer(release["files"], release["drift"])
     if files:
-        rows = [(one["path"], describe_sets(one), str(len(one["hooks"]) or "–"), _original(one)) for one in files[:MOST_ROWS]]
+        rows = [(one["path"], describe_sets(one), str(len(one["hooks"]) or "–"), _original(one)) for one in files]
         lines += ["", *table(("file", "state", "hooks", "original"), rows, width, right=(2,))]
-        if len(files) > MOST_ROWS:
-            lines.append(f"… and {len(files) - MOST_ROWS} more files")
+        if len(files) < len(release["files"]):
+            lines.append(f"… and {len(release['files']) - len(files)} more files{more}")
     for one in release["backups_beside"][:MOST_ROWS]:
         lines += _wrap(f"a copy, not Aerie's, lies beside: {one['path']}" + (f", which {one['words']}" if one["words"] else ""), width)
     interrupted = release["interrupted"]
-    for one in release["drift"][:MOST_ROWS]:
+    for one in drift:
         lines += _wrap(f"! {one}", width)
+    if len(drift) < len(release["drift"]):
+        lines.append(f"  … and {len(release['drift']) - len(drift)} more{more}")
     if interrupted:
         lines += _wrap(f"! {interrupted['next']}", width)
     return lines
+
+
+def _fewer(files: Sequence[Mapping[str, Any]], drift: Sequence[str]) -> tuple[list[Mapping[str, Any]], list[str], str]:
+    """Return the files and the words of drift that are shown, those of patch sets first, and what most of the others are."""
+    gone = [one for one in files if one["state"] == MISSING and not one["sets"]]
+    hidden = {one["path"] for one in gone[MOST_MISSING:]}
+    unsaid = {f"{one['path']} {one['drift']}" for one in gone[MOST_MISSING:]}
+    chosen = sorted((one for one in files if one["path"] not in hidden), key=lambda one: not one["sets"])
+    more = ", missing though they were published" if hidden else ""
+    return chosen[:MOST_ROWS], [one for one in drift if one not in unsaid][:MOST_ROWS], more
 
 
 def _facts(release: Mapping[str, Any]) -> str:
@@ -58,7 +72,7 @@ def _facts(release: Mapping[str, Any]) -> str:
 
 
 def _original(file: Mapping[str, Any]) -> str:
-    words = ORIGINALS[file["original"]["state"]]
+    words = ORIGINALS[file["original"]["state"]] + (", an edit" if file["original"].get("accepted") else "")
     copied = file["original"].get("copied")
     return words if copied is None else f"{words}, {'copied' if copied else 'NOT copied'}"
 

@@ -168,6 +168,33 @@ def test_an_adopted_tree_is_used_in_place_and_is_one_release_for_all_patch_sets(
     assert {name: what for name, what in snapshot(checkout.parent).items() if name not in compiled} == before
 
 
+def test_a_tree_whose_files_are_put_back_is_as_verified_as_it_was(call, editable, checkout, paths):
+    found = call(sglang_environment, profile="cpu", adopt_environment=str(editable / "bin/python"), adopt_tree=str(checkout))
+    given = {key: found[key] for key in ("version", "profile", "environment", "package")}
+    release_id = call(sglang_release, **given)["id"]
+    before = call(sglang_release, state="current", id=release_id)["release"]
+    patched = given | {"patch_sets": ["one"], "patch_set_hashes": {"one": "a" * 64}}
+    call(sglang_release, **patched)
+    back = call(sglang_release, **given, put_back=True)["release"]
+    assert {**back, "before": None} == {**before, "before": None}
+    assert not call(sglang_release, **patched, put_back=True)["release"]["verified"], "it never was with these"
+    assert not call(sglang_release, **given)["release"]["verified"], "a switch verifies anew"
+
+
+def test_a_way_back_to_a_tree_that_moved_is_refused_before_anything_is_stopped(call, editable, checkout, paths):
+    asked = {"profile": "cpu", "adopt_environment": str(editable / "bin/python"), "adopt_tree": str(checkout)}
+    for step in ("one", "two"):
+        (checkout / "sglang" / f"{step}.py").write_text("")
+        adopted_images.commit(checkout.parent)
+        found = call(sglang_environment, **asked)
+        made = call(sglang_release, **{key: found[key] for key in ("version", "profile", "environment", "package")})
+        if step == "one":
+            call(sglang_release, state="current", id=made["id"])
+            assert "one release whatever patch sets it has" in call(sglang_release, state="current", id="previous")["msg"]
+    call(sglang_release, state="current", id=made["id"])
+    assert "was at commit" in call(sglang_release, state="current", id="previous", _ansible_check_mode=True)["msg"]
+
+
 def test_a_tree_comes_before_a_wheel_that_the_python_has(image, checkout, paths):
     value = release.make(paths, ingredients(image / "bin/python", checkout, SETS), QUIET)
     assert Path(imported(release.describe(paths, value)["python"])[0]).is_relative_to(checkout)

@@ -166,6 +166,23 @@ def test_the_table_fits_a_terminal_and_lets_no_name_move_the_cursor(root, made):
     assert "changed by somebody" in text
 
 
+def test_hundreds_of_missing_files_take_few_lines_and_hide_neither_patches_nor_other_drift(root, made):
+    record = next(made.site_packages.glob("*.dist-info")) / "RECORD"
+    record.write_text(record.read_text() + "".join(f"sglang/a_test/t{number:03}.py,sha256=AA,1\n" for number in range(300)))
+    (made.site_packages / WORKER).write_text("edited\n")
+    (made.site_packages / OTHER).write_text("value = 3\n")
+    found = survey(root)
+    text = upkeep_tables.status("gpu-01", [found])
+    lines = text.splitlines()
+    assert sum("is missing, though it was published" in line for line in lines) == upkeep_tables.MOST_MISSING == 8
+    assert "  … and 292 more, missing though they were published" in lines
+    assert "… and 292 more files, missing though they were published" in lines
+    assert text.index(WORKER) < text.index(OTHER) < text.index("sglang/a_test/t000.py")
+    assert f"! {OTHER} was changed by somebody" in text
+    assert len(lines) < 40
+    assert len([one for one in found["files"] if one["state"] == "missing"]) == 300
+
+
 def test_the_module_looks_at_all_releases_in_one_call_and_never_reports_a_change(root, made, capsys):
     (made.site_packages / OTHER).unlink()
     with patch_module_args({"root": str(root.paths.root)}), pytest.raises(SystemExit):

@@ -222,7 +222,9 @@ def test_back_ups_made_by_hand_are_returned_and_warned_about_once(run, checkout,
 def test_what_was_accepted_comes_back_byte_for_byte(run, checkout):
     (checkout / "pkg/a.py").write_bytes(SOURCE + b"# by hand\n")
     before = tree(checkout)
-    assert run(accept_unknown=True)["changed"]
+    done = run(accept_unknown=True)
+    assert done["changed"]
+    assert [one["path"] for one in done["files"] if one["accepted"]] == ["pkg/a.py"]
     assert run(state="absent", sets=None, definitions=None)["changed"]
     assert tree(checkout) == before
 
