@@ -140,7 +140,7 @@ commit:
   type: str
   sample: 4f7ef6ad1c0b6a6f1d5f1a1b0e3a9c55d2b8c7e0
 backups:
-  description: Back-ups made by hand beside the files that the sets touch; RV(backups[].is) is V(pristine), V(differs) or V(unknown).
+  description: Back-ups made by hand beside the files that the sets touch; C(backups[].is) is V(pristine), V(differs) or V(unknown).
   returned: success, unless O(state=verified)
   type: list
   elements: dict
@@ -166,7 +166,7 @@ fetched:
   type: int
   sample: 2
 files:
-  description: Every file that is, was or would be patched, added, restored or removed; RV(files[].accepted) where O(accept_unknown) made
+  description: Every file that is, was or would be patched, added, restored or removed; C(files[].accepted) where O(accept_unknown) made
     its original.
   returned: success, unless O(sets) was left out
   type: list
