@@ -48,18 +48,20 @@ DIFF_LINES = 40
 # Releases
 
 
-def fetch(package: str, version: str, directory: Path = WHEELS) -> Path:
-    """Return the wheel of ``package``, from ``directory`` or else by pip with its own settings."""
-    found = sorted(directory.glob(f"{package}-{version}-*.whl"))
+def fetch(package: str, version: str, directory: Path = WHEELS, python: str | None = None) -> Path:
+    """Return a wheel of ``package``, from ``directory`` or else by pip with its own settings, for ``python`` (such as 3.11) if given."""
+    tag = f"cp{python.replace('.', '')}-" if python else ""
+    pattern = f"{package}-{version}-{tag}*.whl"
+    found = sorted(directory.glob(pattern))
     if found:
         return found[0]
     directory.mkdir(parents=True, exist_ok=True)
     platforms = [word for platform in PLATFORMS for word in ("--platform", platform)]
-    options = ["--quiet", "--no-deps", "--only-binary=:all:", "--python-version", PYTHON, *platforms, "--dest", str(directory)]
+    options = ["--quiet", "--no-deps", "--only-binary=:all:", "--python-version", python or PYTHON, *platforms, "--dest", str(directory)]
     done = subprocess.run(
         [sys.executable, "-m", "pip", "download", *options, f"{package}=={version}"], capture_output=True, text=True, check=False
     )
-    found = sorted(directory.glob(f"{package}-{version}-*.whl"))
+    found = sorted(directory.glob(pattern))
     if not found:
         reason = (done.stderr.strip().splitlines() or ["no wheel came"])[-1]
         raise AerieError(f"{package} {version} can't be had: {reason} (or put its wheel into {directory})")

@@ -87,7 +87,7 @@ def sources() -> Iterator[Any]:
         yield from (pytest.param(source, id=f"{name}-{number}") for number, source in enumerate(option["source"]))
 
 
-@pytest.mark.parametrize("source", sources())
+@pytest.mark.parametrize("source", list(sources()))
 def test_what_a_rule_cites_is_in_the_wheel(source):
     check(source)
 
