@@ -84,9 +84,9 @@ fetched:
 
 from pathlib import Path
 
-from ansible.module_utils.aerie import collection
 from ansible.module_utils.aerie.errors import AerieError
 from ansible.module_utils.aerie.lease import renew_if_given
+from ansible.module_utils.aerie.measuring import collection
 from ansible.module_utils.aerie.paths import HostPaths
 from ansible.module_utils.basic import AnsibleModule
 

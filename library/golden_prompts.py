@@ -133,11 +133,12 @@ current:
 from pathlib import Path
 from typing import Any
 
-from ansible.module_utils.aerie import golden, release, server
 from ansible.module_utils.aerie.errors import AerieError, raise_all
 from ansible.module_utils.aerie.lease import renew_if_given
 from ansible.module_utils.aerie.paths import HostPaths
-from ansible.module_utils.aerie.server_http import Endpoint, ServerError
+from ansible.module_utils.aerie.releases import golden, release
+from ansible.module_utils.aerie.serving import server
+from ansible.module_utils.aerie.serving.server_http import Endpoint, ServerError
 from ansible.module_utils.basic import AnsibleModule
 
 NO_PROMPTS = "there are no prompts to ask"

@@ -166,8 +166,8 @@ fingerprint:
 
 from pathlib import Path
 
-from ansible.module_utils.aerie import host_info
 from ansible.module_utils.aerie.errors import AerieError
+from ansible.module_utils.aerie.host import host_info
 from ansible.module_utils.basic import AnsibleModule
 
 

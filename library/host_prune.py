@@ -89,9 +89,10 @@ table:
 from pathlib import Path
 from typing import Any
 
-from ansible.module_utils.aerie import lease, prune
+from ansible.module_utils.aerie import lease
 from ansible.module_utils.aerie.errors import AerieError
 from ansible.module_utils.aerie.paths import HostPaths
+from ansible.module_utils.aerie.releases import prune
 from ansible.module_utils.basic import AnsibleModule
 
 

@@ -82,9 +82,10 @@ missing:
 from pathlib import Path
 from typing import Any
 
-from ansible.module_utils.aerie import lease, model_identity
+from ansible.module_utils.aerie import lease
 from ansible.module_utils.aerie.errors import AerieError, raise_all
 from ansible.module_utils.aerie.paths import HostPaths
+from ansible.module_utils.aerie.releases import model_identity
 from ansible.module_utils.basic import AnsibleModule
 
 

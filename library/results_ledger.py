@@ -104,8 +104,8 @@ problems:
 from dataclasses import asdict
 from pathlib import Path
 
-from ansible.module_utils.aerie import collection, ledger
 from ansible.module_utils.aerie.errors import AerieError
+from ansible.module_utils.aerie.measuring import collection, ledger
 from ansible.module_utils.basic import AnsibleModule
 
 

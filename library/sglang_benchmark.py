@@ -148,9 +148,10 @@ job:
 from pathlib import Path
 from typing import Any
 
-from ansible.module_utils.aerie import bench_runner, benchmark, jobs
+from ansible.module_utils.aerie import jobs
 from ansible.module_utils.aerie.errors import AerieError
 from ansible.module_utils.aerie.lease import renew_if_given
+from ansible.module_utils.aerie.measuring import bench_runner, benchmark
 from ansible.module_utils.aerie.paths import HostPaths
 from ansible.module_utils.basic import AnsibleModule
 

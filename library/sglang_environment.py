@@ -175,10 +175,11 @@ made:
 from pathlib import Path
 from typing import Any
 
-from ansible.module_utils.aerie import adoption, environment, jobs, lease
-from ansible.module_utils.aerie.environment import Source, Spec
+from ansible.module_utils.aerie import jobs, lease
 from ansible.module_utils.aerie.errors import AerieError
 from ansible.module_utils.aerie.paths import HostPaths
+from ansible.module_utils.aerie.releases import adoption, environment
+from ansible.module_utils.aerie.releases.environment import Source, Spec
 from ansible.module_utils.basic import AnsibleModule
 
 

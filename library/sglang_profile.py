@@ -197,10 +197,12 @@ job:
 from pathlib import Path
 from typing import Any
 
-from ansible.module_utils.aerie import collection, jobs, profile_levels, profile_run, profiling
+from ansible.module_utils.aerie import jobs
 from ansible.module_utils.aerie.errors import AerieError
 from ansible.module_utils.aerie.lease import renew_if_given
+from ansible.module_utils.aerie.measuring import collection
 from ansible.module_utils.aerie.paths import HostPaths
+from ansible.module_utils.aerie.profiling import profile_levels, profile_request, profile_run
 from ansible.module_utils.basic import AnsibleModule
 
 
@@ -240,7 +242,7 @@ def main() -> None:
     paths = HostPaths(Path(module.params["root"]))
     try:
         if module.params["archive"]:
-            collection.archive(profiling.root(paths), module.params["wanted"], Path(module.params["archive"]))
+            collection.archive(profile_request.root(paths), module.params["wanted"], Path(module.params["archive"]))
             module.exit_json(changed=False)
         module.exit_json(**(_off(module, paths) if module.params["state"] == "off" else _profile(module, paths)))
     except AerieError as error:
@@ -260,17 +262,17 @@ def _off(module: AnsibleModule, paths: HostPaths) -> dict[str, Any]:
 
 def _profile(module: AnsibleModule, paths: HostPaths) -> dict[str, Any]:
     given = module.params
-    asked = profiling.Request.of(given)
-    directory = profiling.directory(paths, asked)
+    asked = profile_request.Request.of(given)
+    directory = profile_request.directory(paths, asked)
     if module.check_mode:
-        profiling.require_release(paths, asked)
+        profile_request.require_release(paths, asked)
         return {"changed": True, "would_profile": list(asked.settings.concurrency), "run_directory": str(directory)}
     renew_if_given(paths.lease, given["lease"])
     if given["start_failure"]:
-        profiling.record_not_started(paths, asked, given["start_failure"])
+        profile_request.record_not_started(paths, asked, given["start_failure"])
         told = {"levels_failed": len(asked.settings.concurrency), "run_directory": str(directory)}
         return {"changed": True, **told, "files": _manifest(module, paths, directory)}
-    job = profiling.prepare(paths, asked, before_level=lambda: renew_if_given(paths.lease, given["lease"]))
+    job = profile_request.prepare(paths, asked, before_level=lambda: renew_if_given(paths.lease, given["lease"]))
     place = jobs.new_directory(paths.jobs, "profile")
 
     def work(progress: jobs.Progress) -> dict[str, Any]:
@@ -283,7 +285,7 @@ def _profile(module: AnsibleModule, paths: HostPaths) -> dict[str, Any]:
 def _manifest(module: AnsibleModule, paths: HostPaths, directory: Path) -> list[dict[str, Any]]:
     given = module.params
     place = f"profile/{given['run_id']}/{given['host']}/{given['arm']['name']}"
-    return profile_levels.manifest(profiling.root(paths), directory, place, given["fetch_traces"])
+    return profile_levels.manifest(profile_request.root(paths), directory, place, given["fetch_traces"])
 
 
 if __name__ == "__main__":

@@ -168,10 +168,11 @@ caches_aside:
 from pathlib import Path
 from typing import Any
 
-from ansible.module_utils.aerie import jobs, lease, release
+from ansible.module_utils.aerie import jobs, lease
 from ansible.module_utils.aerie.errors import AerieError
 from ansible.module_utils.aerie.paths import HostPaths
-from ansible.module_utils.aerie.release import Ingredients, PatchSetRef
+from ansible.module_utils.aerie.releases import release
+from ansible.module_utils.aerie.releases.release import Ingredients, PatchSetRef
 from ansible.module_utils.aerie.words import listing
 from ansible.module_utils.basic import AnsibleModule
 

@@ -221,11 +221,13 @@ status:
 from pathlib import Path
 from typing import Any
 
-from ansible.module_utils.aerie import host_info, jobs, processes, server
+from ansible.module_utils.aerie import jobs, processes
 from ansible.module_utils.aerie.errors import AerieError
 from ansible.module_utils.aerie.files import read_json, write_json
+from ansible.module_utils.aerie.host import host_info
 from ansible.module_utils.aerie.lease import renew_if_given
 from ansible.module_utils.aerie.paths import HostPaths
+from ansible.module_utils.aerie.serving import server
 from ansible.module_utils.basic import AnsibleModule
 
 

@@ -213,13 +213,14 @@ drift:
 from pathlib import Path
 from typing import Any
 
-from ansible.module_utils.aerie import lease, patch_plan, patch_requires, patch_store, patch_transaction
+from ansible.module_utils.aerie import lease
 from ansible.module_utils.aerie.errors import AerieError
 from ansible.module_utils.aerie.files import sha256_file
-from ansible.module_utils.aerie.patch_set import PatchSet, selected
-from ansible.module_utils.aerie.patch_store import PatchStore
+from ansible.module_utils.aerie.patching import patch_plan, patch_requires, patch_store, patch_transaction
+from ansible.module_utils.aerie.patching.patch_set import PatchSet, selected
+from ansible.module_utils.aerie.patching.patch_store import PatchStore
+from ansible.module_utils.aerie.patching.source_tree import SourceTree
 from ansible.module_utils.aerie.paths import HostPaths
-from ansible.module_utils.aerie.source_tree import SourceTree
 from ansible.module_utils.basic import AnsibleModule
 
 

@@ -170,8 +170,8 @@ table:
 
 from pathlib import Path
 
-from ansible.module_utils.aerie import patch_status
 from ansible.module_utils.aerie.errors import AerieError
+from ansible.module_utils.aerie.patching import patch_status
 from ansible.module_utils.aerie.paths import HostPaths
 from ansible.module_utils.basic import AnsibleModule
 

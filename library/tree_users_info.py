@@ -66,7 +66,7 @@ msg:
 from pathlib import Path
 from typing import Any
 
-from ansible.module_utils.aerie import tree_users
+from ansible.module_utils.aerie.patching import tree_users
 from ansible.module_utils.aerie.paths import HostPaths
 from ansible.module_utils.aerie.words import listing
 from ansible.module_utils.basic import AnsibleModule

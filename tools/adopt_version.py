@@ -26,9 +26,9 @@ PROJECT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(PROJECT / "plugins"))
 from aerie_controller import patch_sets  # noqa: E402  makes the cores importable
 
-from ansible.module_utils.aerie import anchors  # noqa: E402  isort: skip
+from ansible.module_utils.aerie.patching import anchors  # noqa: E402  isort: skip
 from ansible.module_utils.aerie.errors import AerieError  # noqa: E402
-from ansible.module_utils.aerie.patch_set import Hook, PatchSet, Step  # noqa: E402
+from ansible.module_utils.aerie.patching.patch_set import Hook, PatchSet, Step  # noqa: E402
 from ansible.module_utils.aerie.specifiers import Version  # noqa: E402
 from ansible.module_utils.aerie.words import listing  # noqa: E402
 

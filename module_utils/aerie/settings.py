@@ -13,8 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ansible.module_utils.aerie import datasets, experiment, gpu_settings, launch_checks, server_flags, versions
 from ansible.module_utils.aerie.errors import AerieError
+from ansible.module_utils.aerie.measuring import datasets, experiment
+from ansible.module_utils.aerie.releases import versions
+from ansible.module_utils.aerie.serving import gpu_settings, launch_checks, server_flags
 from ansible.module_utils.aerie.words import listing, near
 
 ARM_KEYS = ("description", "speculation", "flags", "environment", "options")

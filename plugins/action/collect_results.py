@@ -20,8 +20,8 @@ class ActionModule(ActionBase):
     _supports_check_mode = True
 
     def run(self, tmp: str | None = None, task_vars: dict[str, Any] | None = None) -> dict[str, Any]:
-        from ansible.module_utils.aerie import collection
         from ansible.module_utils.aerie.errors import AerieError
+        from ansible.module_utils.aerie.measuring import collection
 
         result: dict[str, Any] = super().run(tmp, task_vars)
         found = self._execute_module(module_args=dict(self._task.args), task_vars=task_vars)
@@ -37,8 +37,8 @@ class ActionModule(ActionBase):
         return result | found | {"changed": found["changed"] or bool(lacking), "fetched": [entry["place"] for entry in lacking]}
 
     def _fetch(self, lacking: list[dict[str, Any]], dest: Path, task_vars: dict[str, Any] | None) -> None:
-        from ansible.module_utils.aerie import collection
         from ansible.module_utils.aerie.errors import AerieError
+        from ansible.module_utils.aerie.measuring import collection
 
         shell = self._connection._shell
         remote = shell.join_path(shell.tmpdir or self._make_tmp_path(), "results.tar.gz")

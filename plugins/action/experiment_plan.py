@@ -64,8 +64,8 @@ class ActionModule(ActionBase):
     _supports_check_mode = True
 
     def run(self, tmp: str | None = None, task_vars: dict[str, Any] | None = None) -> dict[str, Any]:
-        from ansible.module_utils.aerie import datasets, experiment
         from ansible.module_utils.aerie.errors import AerieError
+        from ansible.module_utils.aerie.measuring import datasets, experiment
 
         result: dict[str, Any] = super().run(tmp, task_vars)
         _, arguments = self.validate_argument_spec(argument_spec=OPTIONS)

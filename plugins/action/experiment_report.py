@@ -14,9 +14,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from aerie_controller import report  # importing the package makes ansible.module_utils.aerie importable
 
 # isort: split
-from ansible.module_utils.aerie import ledger, terminal_table, verdict
 from ansible.module_utils.aerie.errors import AerieError
 from ansible.module_utils.aerie.files import write_atomic
+from ansible.module_utils.aerie.measuring import ledger, terminal_table, verdict
 
 ARGUMENTS: dict[str, dict[str, Any]] = {
     "results": {"type": "path", "required": True},

@@ -38,8 +38,8 @@ class ActionModule(ActionBase):
 
 
 def _read(path: Path) -> list[dict[str, str]]:
-    from ansible.module_utils.aerie import golden
     from ansible.module_utils.aerie.errors import AerieError
+    from ansible.module_utils.aerie.releases import golden
 
     try:
         value = json.loads(path.read_text())

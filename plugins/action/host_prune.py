@@ -18,7 +18,7 @@ class ActionModule(ActionBase):
     _supports_async = False
 
     def run(self, tmp: str | None = None, task_vars: dict[str, Any] | None = None) -> dict[str, Any]:
-        from ansible.module_utils.aerie import upkeep_tables
+        from ansible.module_utils.aerie.releases import upkeep_tables
 
         result = super().run(tmp, task_vars)
         host = str((task_vars or {}).get("inventory_hostname", "?"))

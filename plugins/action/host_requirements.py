@@ -37,8 +37,8 @@ class ActionModule(ActionBase):
     _supports_check_mode = True
 
     def run(self, tmp: str | None = None, task_vars: dict[str, Any] | None = None) -> dict[str, Any]:
-        from ansible.module_utils.aerie import requirements
         from ansible.module_utils.aerie.errors import AerieError, raise_all
+        from ansible.module_utils.aerie.host import requirements
 
         result: dict[str, Any] = super().run(tmp, task_vars)
         _, arguments = self.validate_argument_spec(argument_spec=OPTIONS)
@@ -70,8 +70,8 @@ class ActionModule(ActionBase):
 
     def _python_versions(self, profile: str, version: str | None) -> tuple[str, ...]:
         """Return the Pythons that the wanted SGLang has a build for; an unknown version is validate_variables' to refuse."""
-        from ansible.module_utils.aerie import versions
         from ansible.module_utils.aerie.errors import AerieError
+        from ansible.module_utils.aerie.releases import versions
 
         try:
             return tuple(versions.resolve(self._loader.load_from_file(str(PROJECT / "versions.yml")), profile, version).sglang_sha256)

@@ -62,8 +62,8 @@ class ActionModule(ActionBase):
 
 
 def _manifests(catalog: Mapping[str, Any]) -> dict[str, Any]:
-    from ansible.module_utils.aerie import model_identity
     from ansible.module_utils.aerie.errors import raise_all
+    from ansible.module_utils.aerie.releases import model_identity
 
     found = model_identity.catalog_problems(catalog)
     raise_all(found, "sglang_models_catalog")

@@ -16,9 +16,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from aerie_controller import report  # importing the package makes ansible.module_utils.aerie importable
 
 # isort: split
-from ansible.module_utils.aerie import bench_runner, profile_levels, profile_table
 from ansible.module_utils.aerie.errors import AerieError
 from ansible.module_utils.aerie.files import write_atomic
+from ansible.module_utils.aerie.measuring import bench_runner
+from ansible.module_utils.aerie.profiling import profile_levels, profile_table
 
 ARGUMENTS: dict[str, dict[str, Any]] = {
     "results": {"type": "path", "required": True},

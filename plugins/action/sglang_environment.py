@@ -17,7 +17,7 @@ from aerie_controller.detached import DetachedAction
 
 class ActionModule(DetachedAction):
     def prepare(self, arguments: dict[str, Any], task_vars: dict[str, Any]) -> dict[str, Any]:
-        from ansible.module_utils.aerie import versions
+        from ansible.module_utils.aerie.releases import versions
 
         data = self._versions()
         supervisor_lock = (PROJECT / data["supervisor"]["lock"]).read_text() if arguments.get("supervisor") else None
@@ -35,7 +35,7 @@ class ActionModule(DetachedAction):
         }
 
     def run(self, tmp: str | None = None, task_vars: dict[str, Any] | None = None) -> dict[str, Any]:
-        from ansible.module_utils.aerie import versions
+        from ansible.module_utils.aerie.releases import versions
 
         result = super().run(tmp, task_vars)
         if _adopts(self._task.args) and "environment" in result:  # which version is there, the host had to say first

@@ -30,8 +30,9 @@ class ActionModule(DetachedAction):
         return arguments
 
     def run(self, tmp: str | None = None, task_vars: dict[str, Any] | None = None) -> dict[str, Any]:
-        from ansible.module_utils.aerie import collection, profile_levels
         from ansible.module_utils.aerie.errors import AerieError
+        from ansible.module_utils.aerie.measuring import collection
+        from ansible.module_utils.aerie.profiling import profile_levels
 
         result = super().run(tmp, task_vars)
         dest = self._task.args.get("dest")
@@ -49,8 +50,8 @@ class ActionModule(DetachedAction):
         return result | {"fetched": [entry["place"] for entry in lacking]}
 
     def _fetch(self, lacking: list[dict[str, Any]], dest: Path, task_vars: dict[str, Any]) -> None:
-        from ansible.module_utils.aerie import collection
         from ansible.module_utils.aerie.errors import AerieError
+        from ansible.module_utils.aerie.measuring import collection
 
         shell = self._connection._shell
         remote = shell.join_path(shell.tmpdir or self._make_tmp_path(), "profile.tar.gz")

@@ -47,8 +47,8 @@ class ActionModule(ActionBase):
 
     def _fetch(self, done: dict[str, Any], copies: Path, task_vars: dict[str, Any]) -> int:
         """Bring what the applied sets need and ``copies`` lacks; return how many originals that were."""
-        from ansible.module_utils.aerie import patch_store
         from ansible.module_utils.aerie.files import write_atomic
+        from ansible.module_utils.aerie.patching import patch_store
 
         kept = done.get("kept")
         if kept is None or self._task.check_mode:

@@ -17,7 +17,7 @@ class ActionModule(ActionBase):
     _supports_check_mode = True
 
     def run(self, tmp: str | None = None, task_vars: dict[str, Any] | None = None) -> dict[str, Any]:
-        from ansible.module_utils.aerie import upkeep_tables
+        from ansible.module_utils.aerie.releases import upkeep_tables
         from ansible.module_utils.parsing.convert_bool import boolean
 
         result = super().run(tmp, task_vars)
@@ -37,7 +37,7 @@ class ActionModule(ActionBase):
 
 def note_copies(releases: list[dict[str, Any]], copies: Path) -> None:
     """Add to each original that is kept on the host whether ``copies``, laid out as a store, has it too."""
-    from ansible.module_utils.aerie.patch_store import object_path
+    from ansible.module_utils.aerie.patching.patch_store import object_path
 
     for release in releases:
         for file in release["files"]:

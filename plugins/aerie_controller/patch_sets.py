@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 from ansible.module_utils.aerie.errors import AerieError, raise_all
-from ansible.module_utils.aerie.patch_set import PatchSet
+from ansible.module_utils.aerie.patching.patch_set import PatchSet
 from ansible.module_utils.aerie.words import listing, near
 
 from aerie_controller import PROJECT

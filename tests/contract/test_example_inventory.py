@@ -16,7 +16,8 @@ import yaml
 
 PROJECT = Path(__file__).parents[2]
 sys.path.insert(0, str(PROJECT / "plugins"))
-from ansible.module_utils.aerie import release, server_flags, versions  # noqa: E402
+from ansible.module_utils.aerie.releases import release, versions  # noqa: E402
+from ansible.module_utils.aerie.serving import server_flags  # noqa: E402
 
 import aerie_controller  # noqa: E402, F401  makes the cores importable
 from runs import HOST_OF_TESTS, playbook  # noqa: E402

@@ -38,7 +38,7 @@ VERSIONS = (
     "0.5.23",
 )
 
-from ansible.module_utils.aerie import gpu_settings  # noqa: E402
+from ansible.module_utils.aerie.serving import gpu_settings  # noqa: E402
 from ansible.module_utils.aerie.specifiers import Specifier, Version  # noqa: E402
 
 pytestmark = pytest.mark.contract

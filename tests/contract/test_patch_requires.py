@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import wheels
-from ansible.module_utils.aerie import patch_requires
 from ansible.module_utils.aerie.errors import AerieError
+from ansible.module_utils.aerie.patching import patch_requires
 
 from aerie_controller import patch_sets
 

@@ -15,11 +15,12 @@ from typing import Any
 import pytest
 import wheels
 import worker_stubs
-from ansible.module_utils.aerie import anchors, patch_plan, patch_transaction, phases
 from ansible.module_utils.aerie.errors import AerieError
-from ansible.module_utils.aerie.patch_set import PatchSet
-from ansible.module_utils.aerie.patch_store import PatchStore
-from ansible.module_utils.aerie.source_tree import SourceTree
+from ansible.module_utils.aerie.patching import anchors, patch_plan, patch_transaction
+from ansible.module_utils.aerie.patching.patch_set import PatchSet
+from ansible.module_utils.aerie.patching.patch_store import PatchStore
+from ansible.module_utils.aerie.patching.source_tree import SourceTree
+from ansible.module_utils.aerie.profiling import phases
 from ansible.module_utils.aerie.specifiers import Version
 
 import adopt_version

@@ -148,9 +148,10 @@ def test_a_rollback_works_when_the_current_release_is_broken(host):
 )
 def test_a_release_that_fails_to_serve_as_before_gives_way_to_the_one_before(host, file, damage, at_start, words):
     good, bad, tokens = host.release()["id"], host.release("previous")["id"], host.tokens()
+    sets = [one["name"] for one in host.release("previous")["patch_sets"]]
     path = host.sources("previous") / file
     whole = spoil(path, damage, at_start)
-    done = host.run("playbooks/patch.yml", sglang_patches_sets=[])
+    done = host.run("playbooks/patch.yml", sglang_patches_sets=sets)
     path.write_bytes(whole)
     message = unfolded(done.output)
     assert done.status != 0

@@ -68,7 +68,7 @@ def without_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
     import errno
     import os
 
-    from ansible.module_utils.aerie import twin
+    from ansible.module_utils.aerie.patching import twin
 
     def refuse(one: Path, other: Path) -> None:
         raise OSError(errno.EXDEV, os.strerror(errno.EXDEV), str(one))

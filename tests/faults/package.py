@@ -13,10 +13,10 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from ansible.module_utils.aerie import patch_plan, patch_transaction
-from ansible.module_utils.aerie.patch_set import PatchSet
-from ansible.module_utils.aerie.patch_store import PatchStore
-from ansible.module_utils.aerie.source_tree import SourceTree
+from ansible.module_utils.aerie.patching import patch_plan, patch_transaction
+from ansible.module_utils.aerie.patching.patch_set import PatchSet
+from ansible.module_utils.aerie.patching.patch_store import PatchStore
+from ansible.module_utils.aerie.patching.source_tree import SourceTree
 
 FILES = {
     "pkg/__init__.py": b"from pkg import a, low\n",

@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 
 import pytest
-from ansible.module_utils.aerie import patch_transaction, twin
 from ansible.module_utils.aerie.errors import AerieError
+from ansible.module_utils.aerie.patching import patch_transaction, twin
 from package import ANEW, NARROW, WAYS, WIDE, Site, ideal
 
 EDIT = b"theirs = 1\n"

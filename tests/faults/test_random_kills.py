@@ -8,9 +8,9 @@ import signal
 import time
 
 import pytest
-from ansible.module_utils.aerie import patch_plan, patch_transaction
-from ansible.module_utils.aerie.patch_store import PatchStore
-from ansible.module_utils.aerie.source_tree import SourceTree
+from ansible.module_utils.aerie.patching import patch_plan, patch_transaction
+from ansible.module_utils.aerie.patching.patch_store import PatchStore
+from ansible.module_utils.aerie.patching.source_tree import SourceTree
 from package import ANEW, NARROW, WIDE, Site, ideal, import_error, visible
 
 STATES = ((), (WIDE,), (NARROW,), (WIDE, NARROW), (ANEW,))

@@ -10,10 +10,10 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from ansible.module_utils.aerie import environment
-from ansible.module_utils.aerie.environment import Interpreter, Source, Spec
 from ansible.module_utils.aerie.jobs import Progress
 from ansible.module_utils.aerie.paths import HostPaths
+from ansible.module_utils.aerie.releases import environment
+from ansible.module_utils.aerie.releases.environment import Interpreter, Source, Spec
 
 sys.path.insert(0, str(Path(__file__).parent))
 import fake_wheels

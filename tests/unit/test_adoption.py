@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ansible.module_utils.aerie import adoption, jobs, release
+from ansible.module_utils.aerie import jobs
 from ansible.module_utils.aerie.errors import AerieError
 from ansible.module_utils.aerie.jobs import Progress
+from ansible.module_utils.aerie.patching.source_tree import SourceTree
 from ansible.module_utils.aerie.paths import HostPaths
-from ansible.module_utils.aerie.release import Ingredients, PatchSetRef
-from ansible.module_utils.aerie.source_tree import SourceTree
+from ansible.module_utils.aerie.releases import adoption, release
+from ansible.module_utils.aerie.releases.release import Ingredients, PatchSetRef
 from ansible.module_utils.testing import patch_module_args
 
 import sglang_environment

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 
 import pytest
-from ansible.module_utils.aerie import anchors
-from ansible.module_utils.aerie.patch_set import Hook, Step
+from ansible.module_utils.aerie.patching import anchors
+from ansible.module_utils.aerie.patching.patch_set import Hook, Step
 from ansible.module_utils.aerie.specifiers import Specifier
 
 SOURCE = '''\

@@ -7,9 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from ansible.module_utils.aerie import bench_clients
 from ansible.module_utils.aerie.errors import AerieError
 from ansible.module_utils.aerie.files import sha256_file
+from ansible.module_utils.aerie.measuring import bench_clients
 
 SHAREGPT = {"dataset": "sharegpt", "output_len": 48, "input_len": None}
 RANDOM = {"dataset": "random-ids", "output_len": 48, "input_len": 64}

@@ -12,9 +12,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from ansible.module_utils.aerie import bench_clients, bench_runner, processes
+from ansible.module_utils.aerie import processes
 from ansible.module_utils.aerie.errors import AerieError
 from ansible.module_utils.aerie.files import read_json
+from ansible.module_utils.aerie.measuring import bench_clients, bench_runner
 
 HERE = Path(__file__).parent
 CLIENT = bench_clients.Client("fake", "1", (sys.executable, str(HERE / "fake_client.py")))

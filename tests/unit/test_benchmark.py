@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ansible.module_utils.aerie import benchmark, experiment, records
 from ansible.module_utils.aerie.errors import AerieError
 from ansible.module_utils.aerie.files import sha256_bytes, write_json
+from ansible.module_utils.aerie.measuring import benchmark, experiment, records
 from ansible.module_utils.aerie.paths import HostPaths
 
 ARM = {"speculation": {"algorithm": "EAGLE3", "draft_model": "draft", "steps": 3}, "environment": {"MY_TOKEN": "s3cret"}}

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from ansible.module_utils.aerie import datasets
 from ansible.module_utils.aerie.errors import AerieError
+from ansible.module_utils.aerie.measuring import datasets
 
 PROJECT = Path(__file__).parents[2]
 
@@ -52,7 +52,7 @@ def test_conversations_of_one_turn_are_not_counted_as_prompts(tmp_path):
 
 
 def test_the_demo_has_prompts_enough_for_its_largest_cell():
-    from ansible.module_utils.aerie import experiment
+    from ansible.module_utils.aerie.measuring import experiment
 
     data = yaml.safe_load((PROJECT / "experiments/demo.yml").read_text())
     demo = experiment.validate(data, ["baseline", "eagle3"])
@@ -64,7 +64,7 @@ def test_the_demo_has_prompts_enough_for_its_largest_cell():
 
 
 def test_the_campaign_is_a_sound_experiment():
-    from ansible.module_utils.aerie import experiment
+    from ansible.module_utils.aerie.measuring import experiment
 
     data = yaml.safe_load((PROJECT / "experiments/campaign.yml").read_text())
     assert experiment.validate(data, data["arms"]).workload.concurrency[-1] == 64

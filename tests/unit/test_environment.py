@@ -12,11 +12,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from ansible.module_utils.aerie import environment
-from ansible.module_utils.aerie.environment import Interpreter, Source
 from ansible.module_utils.aerie.errors import AerieError
 from ansible.module_utils.aerie.jobs import Progress
 from ansible.module_utils.aerie.paths import HostPaths
+from ansible.module_utils.aerie.releases import environment
+from ansible.module_utils.aerie.releases.environment import Interpreter, Source
 
 sys.path.insert(0, str(Path(__file__).parent))
 import fake_wheels

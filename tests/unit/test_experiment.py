@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from ansible.module_utils.aerie import experiment
 from ansible.module_utils.aerie.errors import AerieError
+from ansible.module_utils.aerie.measuring import experiment
 
 ARMS = {"baseline": {"speculation": None}, "eagle3": {"speculation": {"algorithm": "EAGLE3"}}, "dynamic": {}}
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from ansible.module_utils.aerie import verdict
+from ansible.module_utils.aerie.measuring import verdict
 
 from aerie_controller import PROJECT, report
 
@@ -171,7 +171,7 @@ def test_the_same_records_give_the_same_bytes_in_another_process_too(tmp_path):
     write(tmp_path, everything())
     code = (
         "import sys; sys.path.insert(0, sys.argv[1]); from aerie_controller import report; from pathlib import Path;"
-        "from ansible.module_utils.aerie import ledger, verdict;"
+        "from ansible.module_utils.aerie.measuring import ledger, verdict;"
         "sys.stdout.write(report.render(verdict.groups(ledger.choose(ledger.scan(Path(sys.argv[2]))))))"
     )
     pages = {

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ansible.module_utils.aerie import git_checkout, patch_plan, patch_store, patch_transaction
 from ansible.module_utils.aerie.errors import AerieError
-from ansible.module_utils.aerie.patch_set import PatchSet
-from ansible.module_utils.aerie.patch_store import PatchStore
-from ansible.module_utils.aerie.source_tree import SourceTree
+from ansible.module_utils.aerie.patching import git_checkout, patch_plan, patch_store, patch_transaction
+from ansible.module_utils.aerie.patching.patch_set import PatchSet
+from ansible.module_utils.aerie.patching.patch_store import PatchStore
+from ansible.module_utils.aerie.patching.source_tree import SourceTree
 
 A = b'"""A."""\nimport os\n\n\ndef f(batch):\n    g(batch)\n    return os\n'
 B = b"def h(x):\n    return x\n"

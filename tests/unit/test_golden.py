@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ansible.module_utils.aerie import golden
 from ansible.module_utils.aerie.errors import AerieError
 from ansible.module_utils.aerie.files import write_json
 from ansible.module_utils.aerie.paths import HostPaths
-from ansible.module_utils.aerie.service_supervisor import Supervisor
+from ansible.module_utils.aerie.releases import golden
+from ansible.module_utils.aerie.serving.service_supervisor import Supervisor
 from ansible.module_utils.testing import patch_module_args
 
 import golden_prompts

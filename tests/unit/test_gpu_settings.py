@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import yaml
-from ansible.module_utils.aerie import gpu_settings, server, server_flags, settings
+from ansible.module_utils.aerie import settings
 from ansible.module_utils.aerie.errors import AerieError
-from ansible.module_utils.aerie.gpu_settings import ModelFacts, Situation
+from ansible.module_utils.aerie.serving import gpu_settings, server, server_flags
+from ansible.module_utils.aerie.serving.gpu_settings import ModelFacts, Situation
 from ansible.module_utils.aerie.specifiers import Version
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -11,9 +11,9 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from ansible.module_utils.aerie import host_info
 from ansible.module_utils.aerie.errors import AerieError
-from ansible.module_utils.aerie.host_info import Question, open_host, survey
+from ansible.module_utils.aerie.host import host_info
+from ansible.module_utils.aerie.host.host_info import Question, open_host, survey
 
 HOSTS = Path(__file__).parents[1] / "fixtures/hosts"
 

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ansible.module_utils.aerie import launch_checks, processes
+from ansible.module_utils.aerie import processes
+from ansible.module_utils.aerie.serving import launch_checks
 
 sys.path.insert(0, str(Path(__file__).parent))
 from sglang_example import DRAFT, TARGET

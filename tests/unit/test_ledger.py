@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from ansible.module_utils.aerie import ledger
 from ansible.module_utils.aerie.errors import AerieError
+from ansible.module_utils.aerie.measuring import ledger
 from ansible.module_utils.testing import patch_module_args
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -180,7 +180,7 @@ def test_an_unknown_run_is_refused_with_a_near_match(results):
 
 
 def test_the_real_recorder_and_the_ledger_name_the_same_schema():
-    from ansible.module_utils.aerie import records
+    from ansible.module_utils.aerie.measuring import records
 
     assert records.SCHEMA in ledger.RECORD_SCHEMAS
 

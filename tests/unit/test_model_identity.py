@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ansible.module_utils.aerie import model_identity
 from ansible.module_utils.aerie.errors import AerieError
+from ansible.module_utils.aerie.releases import model_identity
 from ansible.module_utils.testing import patch_module_args
 
 import model_identity as module

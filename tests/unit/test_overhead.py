@@ -6,8 +6,8 @@ import importlib.util
 import random
 
 import pytest
-from ansible.module_utils.aerie import overhead
-from ansible.module_utils.aerie.overhead import OFF, ON, Window
+from ansible.module_utils.aerie.profiling import overhead
+from ansible.module_utils.aerie.profiling.overhead import OFF, ON, Window
 
 DECODE = (
     "[2026-11-29 18:07:01] Decode batch, #running-req: {running}, #token: 615, token usage: 0.01, accept len: {accept:.2f}, accept rate: "

@@ -9,9 +9,10 @@ import time
 from pathlib import Path
 
 import pytest
-from ansible.module_utils.aerie import patch_checks, server
 from ansible.module_utils.aerie.errors import AerieError
 from ansible.module_utils.aerie.files import canonical_hash
+from ansible.module_utils.aerie.patching import patch_checks
+from ansible.module_utils.aerie.serving import server
 
 sys.path.insert(0, str(Path(__file__).parent))
 import sglang_example

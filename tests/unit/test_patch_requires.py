@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ansible.module_utils.aerie import patch_requires
 from ansible.module_utils.aerie.errors import AerieError
-from ansible.module_utils.aerie.patch_set import PatchSet
+from ansible.module_utils.aerie.patching import patch_requires
+from ansible.module_utils.aerie.patching.patch_set import PatchSet
 
 PATCHES = Path(__file__).parents[2] / "patches"
 NEED = {

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from ansible.module_utils.aerie.errors import AerieError
-from ansible.module_utils.aerie.patch_set import PatchSet, selected
+from ansible.module_utils.aerie.patching.patch_set import PatchSet, selected
 from ansible.module_utils.aerie.specifiers import Version
 
 from aerie_controller import patch_sets

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ansible.module_utils.aerie import patch_status, upkeep_tables
+from ansible.module_utils.aerie.patching import patch_status
+from ansible.module_utils.aerie.releases import upkeep_tables
 from ansible.module_utils.testing import patch_module_args
 
 import source_patch_info

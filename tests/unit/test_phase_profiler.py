@@ -13,7 +13,7 @@ import types
 from pathlib import Path
 
 import pytest
-from ansible.module_utils.aerie import phases
+from ansible.module_utils.aerie.profiling import phases
 
 OVERLAY = Path(__file__).parents[2] / "patches/phase_profiler/overlay/sglang/srt/speculative/aerie_phase_profiler.py"
 

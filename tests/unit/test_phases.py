@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 
 import pytest
-from ansible.module_utils.aerie import phases
 from ansible.module_utils.aerie.errors import AerieError
+from ansible.module_utils.aerie.profiling import phases
 
 
 def line(*, t=1.0, batch=2, graph=False, gap=None, draft=2.0, verify=6.0, steps=(1.5, 0.5)) -> str:

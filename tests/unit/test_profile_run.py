@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ansible.module_utils.aerie import bench_clients, preloaded_client, processes, profile_levels, profile_run, profile_table, profiling
+from ansible.module_utils.aerie import processes
 from ansible.module_utils.aerie.errors import AerieError
+from ansible.module_utils.aerie.measuring import bench_clients
 from ansible.module_utils.aerie.paths import HostPaths
+from ansible.module_utils.aerie.profiling import preloaded_client, profile_levels, profile_request, profile_run, profile_table
 
 from aerie_controller import report
 
@@ -64,7 +66,7 @@ class Lab:
     def job(self, **changes: Any) -> profile_run.Job:
         settings = profile_run.Settings((2, 4), 1.6, 0.2, 1, {"dataset": "random-ids", "input_len": 8, "output_len": 16}, None, 12, 60)
         return profile_run.Job(
-            directory=profiling.root(self.paths) / "r1" / "eagle3",
+            directory=profile_request.root(self.paths) / "r1" / "eagle3",
             server=profile_run.Server("127.0.0.1", self.port, self.state / "server.log", self.profile),
             client=self.client,
             client_environment={"PYTHONPATH": str(self.paths.root)},
@@ -81,7 +83,7 @@ class Lab:
         return profile_run.run(job, lambda line, *_: self.lines.append(line))
 
     def level(self, clients: int) -> dict[str, Any]:
-        return profile_levels.read(profiling.root(self.paths) / f"r1/eagle3/c{clients}")
+        return profile_levels.read(profile_request.root(self.paths) / f"r1/eagle3/c{clients}")
 
 
 @pytest.fixture
@@ -114,7 +116,7 @@ def test_each_level_has_one_run_of_the_client_which_is_ended(lab):
     told = lab.run()
     assert [level["status"] for level in told["levels"]] == ["completed", "completed"]
     for clients in (2, 4):
-        log = profiling.root(lab.paths) / f"r1/eagle3/c{clients}/client.log"
+        log = profile_request.root(lab.paths) / f"r1/eagle3/c{clients}/client.log"
         assert log.read_text() == f"client of {clients}\n"
     assert children() == []
     assert [path.name for path in lab.profile.iterdir() if not path.name.startswith("phases-")] == []
@@ -229,7 +231,7 @@ GIVEN: dict[str, Any] = {
 def test_everything_that_is_wrong_with_a_request_is_told_at_once():
     wrong = {"concurrency": [1, 1], "workload": {"inputlen": 8}, "window_seconds": 0.01, "trace_concurrency": 9, "trace_steps": 1}
     with pytest.raises(AerieError) as raised:
-        profiling.Request.of(GIVEN | wrong)
+        profile_request.Request.of(GIVEN | wrong)
     for text in ("sglang_profile_concurrency", "did you mean 'input_len'", "window_seconds", "trace_concurrency is 9", "trace_steps is 1"):
         assert text in str(raised.value)
 
@@ -238,9 +240,9 @@ def test_a_release_without_the_profiler_is_refused_with_the_variable_to_set(tmp_
     (tmp_path / "current").mkdir()
     (tmp_path / "current/release.json").write_text(json.dumps({"id": "0.5.23-abc", "patch_sets": []}))
     with pytest.raises(AerieError, match="add phase_profiler to sglang_patches_sets"):
-        profiling.require_release(HostPaths(tmp_path), profiling.Request.of(GIVEN))
+        profile_request.require_release(HostPaths(tmp_path), profile_request.Request.of(GIVEN))
     baseline = {"name": "baseline", "speculation": None}
-    assert profiling.require_release(HostPaths(tmp_path), profiling.Request.of(GIVEN | {"arm": baseline}))
+    assert profile_request.require_release(HostPaths(tmp_path), profile_request.Request.of(GIVEN | {"arm": baseline}))
 
 
 @pytest.fixture
@@ -249,7 +251,7 @@ def figures(lab):
     lab.run(trace_concurrency=4)
     run = lab.paths.root / "results/r1"
     (run / "gpu-1").mkdir(parents=True)
-    (run / "gpu-1/eagle3").symlink_to(profiling.root(lab.paths) / "r1/eagle3")
+    (run / "gpu-1/eagle3").symlink_to(profile_request.root(lab.paths) / "r1/eagle3")
     found = profile_levels.whole(run)
     found["hosts"]["gpu-1"]["arms"][0]["levels"][1]["trace"]["unknown"] = [{"name": "frobnicate_v3", "share": 0.1, "ms": 1.0, "count": 1}]
     return found
@@ -276,6 +278,6 @@ def test_the_page_is_a_pure_function_of_the_figures_and_holds_all_it_shows(figur
 def test_an_arm_that_is_profiled_again_keeps_its_earlier_files_aside(lab):
     lab.run(concurrency=(2, 4), seconds=0.4)
     lab.run(concurrency=(2,), seconds=0.4)
-    run = profiling.root(lab.paths) / "r1"
+    run = profile_request.root(lab.paths) / "r1"
     assert [path.name for path in (run / "eagle3").glob("c*") if path.is_dir()] == ["c2"]
     assert (run / ".superseded/eagle3.1/c4/level.json").is_file()

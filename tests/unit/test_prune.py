@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ansible.module_utils.aerie import prune, upkeep_tables
 from ansible.module_utils.aerie.errors import AerieError
+from ansible.module_utils.aerie.releases import prune, upkeep_tables
 from ansible.module_utils.testing import patch_module_args
 
 import host_prune

@@ -7,9 +7,9 @@ import shutil
 from pathlib import Path
 
 import pytest
-from ansible.module_utils.aerie import bench_runner, collection, records
 from ansible.module_utils.aerie.errors import AerieError
 from ansible.module_utils.aerie.files import read_json, write_json
+from ansible.module_utils.aerie.measuring import bench_runner, collection, records
 
 RESULT = {
     "completed": 10,

@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ansible.module_utils.aerie import environment, jobs, release
+from ansible.module_utils.aerie import jobs
 from ansible.module_utils.aerie.errors import AerieError
 from ansible.module_utils.aerie.jobs import Progress
 from ansible.module_utils.aerie.paths import HostPaths
-from ansible.module_utils.aerie.release import Ingredients, PatchSetRef
+from ansible.module_utils.aerie.releases import environment, release
+from ansible.module_utils.aerie.releases.release import Ingredients, PatchSetRef
 from ansible.module_utils.testing import patch_module_args
 
 import sglang_release

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from ansible.module_utils.aerie import release
 from ansible.module_utils.aerie.files import write_json
 from ansible.module_utils.aerie.paths import HostPaths
+from ansible.module_utils.aerie.releases import release
 
 FIRST, GOOD, FAILED = "0.5.9-000000000000", "0.5.15-111111111111", "0.5.23-222222222222"
 

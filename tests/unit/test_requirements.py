@@ -6,9 +6,9 @@ import dataclasses
 from pathlib import Path
 
 import pytest
-from ansible.module_utils.aerie import requirements
-from ansible.module_utils.aerie.host_info import Question, open_host, survey
-from ansible.module_utils.aerie.requirements import GIB, Wanted
+from ansible.module_utils.aerie.host import requirements
+from ansible.module_utils.aerie.host.host_info import Question, open_host, survey
+from ansible.module_utils.aerie.host.requirements import GIB, Wanted
 
 HOSTS = Path(__file__).parents[1] / "fixtures/hosts"
 CUDA = Wanted("cuda", "/opt/aerie", ports={"main": 30000}, models={"kimi": "/srv/models/Kimi-K2.5"})

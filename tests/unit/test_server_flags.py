@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ansible.module_utils.aerie import server_flags
 from ansible.module_utils.aerie.errors import AerieError
-from ansible.module_utils.aerie.server_flags import Layer, Parser
+from ansible.module_utils.aerie.serving import server_flags
+from ansible.module_utils.aerie.serving.server_flags import Layer, Parser
 
 sys.path.insert(0, str(Path(__file__).parent))
 from sglang_example import ARGUMENTS, VERSION

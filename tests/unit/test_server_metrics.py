@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from ansible.module_utils.aerie import server_metrics
+from ansible.module_utils.aerie.serving import server_metrics
 
 # /metrics of SGLang 0.5.23, EAGLE-3 on the CPU profile: before and after 16 requests of 48 tokens, which took 356 verify steps.
 BEFORE = """\

@@ -8,11 +8,11 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from ansible.module_utils.aerie import service
 from ansible.module_utils.aerie.errors import AerieError
 from ansible.module_utils.aerie.paths import HostPaths
-from ansible.module_utils.aerie.service_supervisor import LONGEST_SOCKET, Supervisor
-from ansible.module_utils.aerie.service_systemd import Systemd
+from ansible.module_utils.aerie.serving import service
+from ansible.module_utils.aerie.serving.service_supervisor import LONGEST_SOCKET, Supervisor
+from ansible.module_utils.aerie.serving.service_systemd import Systemd
 
 
 def settings(text: str) -> configparser.ConfigParser:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from ansible.module_utils.aerie import terminal_table, verdict
+from ansible.module_utils.aerie.measuring import terminal_table, verdict
 
 sys.path.insert(0, str(Path(__file__).parent))
 from example_records import FLASHINFER, campaign, record

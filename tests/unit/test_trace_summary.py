@@ -7,8 +7,8 @@ import json
 from pathlib import Path
 
 import pytest
-from ansible.module_utils.aerie import trace_summary
 from ansible.module_utils.aerie.errors import AerieError
+from ansible.module_utils.aerie.profiling import trace_summary
 
 RECORDED = Path(__file__).parents[1] / "fixtures/traces/eagle3-cpu.trace.json.gz"
 

@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from ansible.module_utils.aerie import processes, tree_users
+from ansible.module_utils.aerie import processes
+from ansible.module_utils.aerie.patching import tree_users
 from ansible.module_utils.aerie.paths import HostPaths
 from ansible.module_utils.testing import patch_module_args
 

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from ansible.module_utils.aerie import verdict
+from ansible.module_utils.aerie.measuring import verdict
 
 sys.path.insert(0, str(Path(__file__).parent))
 from example_records import FLASHINFER, PARTS, TRITON, campaign, record

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import yaml
-from ansible.module_utils.aerie import versions
-from ansible.module_utils.aerie.environment import count_packages
 from ansible.module_utils.aerie.errors import AerieError
+from ansible.module_utils.aerie.releases import versions
+from ansible.module_utils.aerie.releases.environment import count_packages
 
 ROOT = Path(__file__).parents[2]
 DATA = yaml.safe_load((ROOT / "versions.yml").read_text())

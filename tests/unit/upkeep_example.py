@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ansible.module_utils.aerie import patch_plan, patch_transaction
-from ansible.module_utils.aerie.patch_set import PatchSet
-from ansible.module_utils.aerie.patch_store import PatchStore
+from ansible.module_utils.aerie.patching import patch_plan, patch_transaction
+from ansible.module_utils.aerie.patching.patch_set import PatchSet
+from ansible.module_utils.aerie.patching.patch_store import PatchStore
+from ansible.module_utils.aerie.patching.source_tree import SourceTree
 from ansible.module_utils.aerie.paths import HostPaths
-from ansible.module_utils.aerie.source_tree import SourceTree
 
 sys.path.insert(0, str(Path(__file__).parent))
 import fake_wheels

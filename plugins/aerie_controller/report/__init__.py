@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
-from ansible.module_utils.aerie import profile_table, trace_summary, verdict
 from ansible.module_utils.aerie.errors import AerieError
-from ansible.module_utils.aerie.phases import PHASES
-from ansible.module_utils.aerie.terminal_table import cut, number, range_text
+from ansible.module_utils.aerie.measuring import verdict
+from ansible.module_utils.aerie.measuring.terminal_table import cut, number, range_text
+from ansible.module_utils.aerie.profiling import profile_table, trace_summary
+from ansible.module_utils.aerie.profiling.phases import PHASES
 from ansible.module_utils.aerie.words import listing
 
 DEFAULT_TITLE = "SGLang with and without EAGLE-3"

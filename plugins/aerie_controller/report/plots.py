@@ -13,8 +13,8 @@ from html import escape
 from io import StringIO
 
 import matplotlib
-from ansible.module_utils.aerie import verdict
-from ansible.module_utils.aerie.terminal_table import clean, cut, number
+from ansible.module_utils.aerie.measuring import verdict
+from ansible.module_utils.aerie.measuring.terminal_table import clean, cut, number
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedFormatter, FixedLocator, FuncFormatter, NullLocator
