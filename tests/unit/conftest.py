@@ -11,7 +11,7 @@ from ansible.module_utils import _internal
 from ansible.module_utils.common import warnings
 
 ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT / "library"), str(ROOT / "plugins")]
+sys.path[:0] = [str(ROOT / "library"), str(ROOT / "plugins"), str(Path(__file__).parent)]
 if str(ROOT / "module_utils") not in ansible.module_utils.__path__:
     ansible.module_utils.__path__.append(str(ROOT / "module_utils"))
 

@@ -21,6 +21,7 @@ from ansible.module_utils.aerie.patching import git_checkout, patch_plan, patch_
 from ansible.module_utils.aerie.patching.patch_set import PatchSet
 from ansible.module_utils.aerie.patching.patch_store import PatchStore
 from ansible.module_utils.aerie.patching.source_tree import SourceTree
+from one_hook_set import patch_set
 
 A = b'"""A."""\nimport os\n\n\ndef f(batch):\n    g(batch)\n    return os\n'
 B = b"def h(x):\n    return x\n"
@@ -29,21 +30,8 @@ NOBODY = 65534
 root_only = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
 
 
-def patch_set(name: str, file: str, function: str, overlay: dict[str, str] | None = None) -> PatchSet:
-    hook = {
-        "name": f"{name} {file}",
-        "file": file,
-        "at": [{"function": function}],
-        "where": "start",
-        "insert": f"{name}_mark()",
-        "import": f"import {name}_mark",
-    }
-    definition = {"name": name, "summary": "s", "why": "w", "versions": ">=1", "hooks": [hook]}
-    return PatchSet.of({"name": name, "definition": definition, "overlay": overlay or {}})
-
-
-ONE = patch_set("one", "pkg/a.py", "f", {"pkg/new.py": "x = 1\n", "pkg/deep/new.py": "y = 1\n"})
-TWO = patch_set("two", "pkg/b.py", "h")
+ONE = patch_set("one", "one_mark", overlay={"pkg/new.py": "x = 1\n", "pkg/deep/new.py": "y = 1\n"})
+TWO = patch_set("two", "two_mark", file="pkg/b.py", function="h")
 
 
 class Checkout:

@@ -19,6 +19,7 @@ from ansible.module_utils.aerie.patching import patch_plan, patch_transaction
 from ansible.module_utils.aerie.patching.patch_set import PatchSet
 from ansible.module_utils.aerie.patching.patch_store import PatchStore
 from ansible.module_utils.aerie.patching.source_tree import SourceTree
+from one_hook_set import patch_set
 
 FILES = {
     "pkg/__init__.py": b"",
@@ -26,19 +27,6 @@ FILES = {
     "pkg/b.py": b"def h(x):\r\n    return x",
 }
 OWNER = {"run": "1.2", "user": "ops", "controller": "deploy01"}
-
-
-def patch_set(name: str, mark: str, *, file: str = "pkg/a.py", function: str = "f", overlay: dict[str, str] | None = None) -> PatchSet:
-    hook = {
-        "name": f"{name} {file}",
-        "file": file,
-        "at": [{"function": function}],
-        "where": "start",
-        "insert": f"{mark}()",
-        "import": f"import {mark}",
-    }
-    definition = {"name": name, "summary": "s", "why": "w", "versions": ">=1", "hooks": [hook]}
-    return PatchSet.of({"name": name, "definition": definition, "overlay": overlay or {}})
 
 
 ONE = patch_set("one", "mark_1", overlay={"pkg/new.py": "x = 1\n", "pkg/deep/er/new.py": "y = 1\n"})

@@ -39,9 +39,9 @@ CUDA_TOOLKIT = Path("/usr/local/cuda")
 HIDDEN = "********"
 GPU_FREE_SECONDS = 30
 LEFTOVER_SECONDS = 5
+"""How long processes that outlived their service may take to end before they are killed."""
 LONGEST_TEMPORARY = 70
 """Bytes of a temporary directory's path that leave room for the names of the sockets in it."""
-"""How long processes that outlived their service may take to end before they are killed."""
 
 Tell = Callable[[str], None]
 
