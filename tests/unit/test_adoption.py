@@ -11,6 +11,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import adopted_images
+import fake_wheels
 import pytest
 from ansible.module_utils.aerie import jobs
 from ansible.module_utils.aerie.errors import AerieError
@@ -24,10 +26,6 @@ from ansible.module_utils.testing import patch_module_args
 import sglang_environment
 import sglang_release
 from runs import snapshot
-
-sys.path.insert(0, str(Path(__file__).parent))
-import adopted_images
-import fake_wheels
 
 QUIET = Progress(None)
 SETS = (PatchSetRef("one", "a" * 64),)

@@ -5,22 +5,19 @@ from __future__ import annotations
 import fcntl
 import json
 import subprocess
-import sys
 import threading
 import zipfile
 from dataclasses import replace
 from pathlib import Path
 
+import fake_wheels
+import installed
 import pytest
 from ansible.module_utils.aerie.errors import AerieError
 from ansible.module_utils.aerie.jobs import Progress
 from ansible.module_utils.aerie.paths import HostPaths
 from ansible.module_utils.aerie.releases import environment
 from ansible.module_utils.aerie.releases.environment import Interpreter, Source
-
-sys.path.insert(0, str(Path(__file__).parent))
-import fake_wheels
-import installed
 
 
 @pytest.fixture

@@ -12,11 +12,9 @@ from pathlib import Path
 import pytest
 import yaml
 from ansible.module_utils.aerie.measuring import verdict
+from example_records import FLASHINFER, TRITON, campaign, record, write
 
 from aerie_controller import PROJECT, report
-
-sys.path.insert(0, str(Path(__file__).parent))
-from example_records import FLASHINFER, TRITON, campaign, record, write
 
 VOID = {"meta", "br", "hr", "img", "link", "input"}
 

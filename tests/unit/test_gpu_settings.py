@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,6 @@ from ansible.module_utils.aerie.errors import AerieError
 from ansible.module_utils.aerie.serving import gpu_settings, server, server_flags
 from ansible.module_utils.aerie.serving.gpu_settings import ModelFacts, Situation
 from ansible.module_utils.aerie.specifiers import Version
-
-sys.path.insert(0, str(Path(__file__).parent))
 from sglang_example import ARGUMENTS, BASELINE, DRAFT, EAGLE3, TARGET, _row, _switch, make_host, make_models, make_release, make_request
 
 VALUES = yaml.safe_load((Path(__file__).parents[2] / "profiles/cuda/gpu_settings.yml").read_text())

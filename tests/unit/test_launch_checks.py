@@ -5,14 +5,11 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 from ansible.module_utils.aerie import processes
 from ansible.module_utils.aerie.serving import launch_checks
-
-sys.path.insert(0, str(Path(__file__).parent))
 from sglang_example import DRAFT, TARGET
 
 HOLD_PORT = (

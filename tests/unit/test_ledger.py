@@ -5,16 +5,13 @@ from __future__ import annotations
 import io
 import json
 import sqlite3
-import sys
 from pathlib import Path
 
+import example_records
 import pytest
 from ansible.module_utils.aerie.errors import AerieError
 from ansible.module_utils.aerie.measuring import ledger
 from ansible.module_utils.testing import patch_module_args
-
-sys.path.insert(0, str(Path(__file__).parent))
-import example_records
 
 
 @pytest.fixture

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import time
-from pathlib import Path
 
 import pytest
+import sglang_example
+import upkeep_example
 from ansible.module_utils.aerie.errors import AerieError
 from ansible.module_utils.aerie.files import canonical_hash
 from ansible.module_utils.aerie.patching import patch_checks
 from ansible.module_utils.aerie.serving import server
-
-sys.path.insert(0, str(Path(__file__).parent))
-import sglang_example
-import upkeep_example
 from upkeep_example import ADDED, MARKS, WORKER, patch_set
 
 

@@ -5,20 +5,16 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
+import upkeep_example
 from ansible.module_utils.aerie.patching import patch_status
 from ansible.module_utils.aerie.releases import upkeep_tables
 from ansible.module_utils.testing import patch_module_args
+from upkeep_example import ADDED, MARKS, OTHER, WORKER
 
 import source_patch_info
-
-sys.path.insert(0, str(Path(__file__).parent))
-import upkeep_example
-from upkeep_example import ADDED, MARKS, OTHER, WORKER
 
 
 @pytest.fixture

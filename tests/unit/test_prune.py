@@ -11,15 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import upkeep_example
 from ansible.module_utils.aerie.errors import AerieError
 from ansible.module_utils.aerie.releases import prune, upkeep_tables
 from ansible.module_utils.testing import patch_module_args
+from upkeep_example import MARKS, WORKER
 
 import host_prune
-
-sys.path.insert(0, str(Path(__file__).parent))
-import upkeep_example
-from upkeep_example import MARKS, WORKER
 
 LONG_AGO = time.time() - 40 * prune.DAY
 

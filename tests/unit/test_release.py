@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import installed
 import pytest
 from ansible.module_utils.aerie import jobs
 from ansible.module_utils.aerie.errors import AerieError
@@ -21,9 +21,6 @@ from ansible.module_utils.aerie.releases.release import Ingredients, PatchSetRef
 from ansible.module_utils.testing import patch_module_args
 
 import sglang_release
-
-sys.path.insert(0, str(Path(__file__).parent))
-import installed
 
 SETS = (PatchSetRef("one", "a" * 64), PatchSetRef("two", "b" * 64))
 WORKER = "sglang/srt/speculative/eagle_worker_v2.py"

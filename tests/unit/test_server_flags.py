@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,6 @@ import pytest
 from ansible.module_utils.aerie.errors import AerieError
 from ansible.module_utils.aerie.serving import server_flags
 from ansible.module_utils.aerie.serving.server_flags import Layer, Parser
-
-sys.path.insert(0, str(Path(__file__).parent))
 from sglang_example import ARGUMENTS, VERSION
 
 

@@ -20,8 +20,6 @@ from ansible.module_utils.aerie import jobs, processes
 from ansible.module_utils.aerie.errors import AerieError
 from ansible.module_utils.aerie.files import read_json
 from ansible.module_utils.aerie.serving import server, server_processes
-
-sys.path.insert(0, str(Path(__file__).parent))
 from sglang_example import ARGUMENTS, BASELINE, DRAFT, EAGLE3, free_port, make_host, make_models, make_release, make_request, supervisord
 
 _action = importlib.util.spec_from_file_location("sglang_server_action", Path(__file__).parents[2] / "plugins/action/sglang_server.py")

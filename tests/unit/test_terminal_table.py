@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 from ansible.module_utils.aerie.measuring import terminal_table, verdict
-
-sys.path.insert(0, str(Path(__file__).parent))
 from example_records import FLASHINFER, campaign, record
 
 

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import math
-import sys
-from pathlib import Path
 
 import pytest
 from ansible.module_utils.aerie.measuring import verdict
-
-sys.path.insert(0, str(Path(__file__).parent))
 from example_records import FLASHINFER, PARTS, TRITON, campaign, record
 
 
