@@ -45,7 +45,7 @@ NOT_IDENTITY = ("identity", "intent", "run_id", "launch", "host_info", "plan", "
 NOT_INTENT = (*NOT_IDENTITY, "argv", "environment")
 """And those that are known only once the server runs; they follow from arm, release and settings."""
 
-SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)
+SECRET = re.compile(r"KEY|TOKEN(?!IZER)|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)
 SECRET_FLAGS = re.compile(r"^--(?:[a-z-]*-)?(?:api-key|password|token|secret)(=.*)?$")
 REDACTED = "<redacted>"
 
