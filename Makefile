@@ -18,6 +18,9 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 bin := .venv/bin
 pip_install := $(bin)/python -m pip install -qq --require-hashes
 pytest := $(bin)/python -m pytest --timeout 1500
+# Whole runs mostly wait: one worker for those on this machine, one for those on booted hosts, the rest in between.
+JOBS ?= 2
+in_parallel := --numprocesses $(JOBS) --dist loadgroup --no-loadscope-reorder
 
 .PHONY: help
 help: ## list these targets
@@ -54,9 +57,9 @@ stop: .venv/.controller ## stop the demo's servers
 	@$(bin)/ansible-playbook playbooks/stop.yml
 
 .PHONY: test
-test: lint sanity ## everything below; booted test hosts need root
-	@if [ "$$(id -u)" = 0 ]; then $(pytest) tests; \
-	else echo "NOT RUN: tests/targets boots hosts, which needs root: sudo make test-targets"; $(pytest) tests -m "not targets"; fi
+test: lint sanity ## everything below, JOBS=2 at once; booted test hosts need root
+	@if [ "$$(id -u)" = 0 ]; then $(pytest) $(in_parallel) tests; \
+	else echo "NOT RUN: tests/targets boots hosts, which needs root: sudo make test-targets"; $(pytest) $(in_parallel) tests -m "not targets"; fi
 
 .PHONY: lint
 lint: .venv/.dev ## formatting, lint and types of Python and YAML

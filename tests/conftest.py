@@ -1,4 +1,4 @@
-"""For all tests: tests/runs.py is importable; tests get the marker of their directory."""
+"""For all tests: tests/runs.py is importable; tests get the marker of their directory, and a place among parallel ones."""
 
 from __future__ import annotations
 
@@ -9,6 +9,11 @@ import pytest
 
 TESTS = Path(__file__).parent
 sys.path[:0] = [str(TESTS), str(TESTS / "targets")]
+TOGETHER = {"e2e", "targets"}
+"""Directories whose tests share a host, so that one worker runs them one after the other."""
+
+not_run: dict[str, list[str]] = {}
+counted: dict[str, int] = {}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -17,12 +22,34 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--long", action="store_true", help="whole runs that a test run leaves out otherwise, too")
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
-        directory = item.path.relative_to(TESTS).parts[0]
+        path = item.path.relative_to(TESTS)
+        directory = path.parts[0]
         if directory in {"contract", "faults", "targets", "e2e"}:
             item.add_marker(directory)
+        item.add_marker(pytest.mark.xdist_group(directory if directory in TOGETHER else str(path.with_suffix(""))))
     if not config.getoption("--long"):
         left_out = [item for item in items if item.get_closest_marker("long")]
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if not item.get_closest_marker("long")]
+    if config.getoption("numprocesses", None) or hasattr(config, "workerinput"):
+        items.sort(key=lambda item: item.path.relative_to(TESTS).parts[0] not in TOGETHER)  # the longest begin first
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if report.skipped and isinstance(report.longrepr, tuple):
+        not_run.setdefault(report.longrepr[2].removeprefix("Skipped: "), []).append(report.nodeid)
+    if report.when == "teardown":
+        for name, number in report.user_properties:
+            if name.startswith("counted "):
+                counted[name.removeprefix("counted ")] = counted.get(name.removeprefix("counted "), 0) + int(str(number))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """What was counted, and what could not run, is said last: of all workers, by the one that has the terminal."""
+    if counted:
+        terminalreporter.write_line("faults: " + ", ".join(f"{number} {name}" for name, number in counted.items()))
+    for reason, tests in not_run.items():
+        terminalreporter.write_line(f"NOT RUN: {len(tests)} tests, such as {tests[0]}: {reason}")

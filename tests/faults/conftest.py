@@ -1,10 +1,10 @@
-"""How much of the suite runs (``--faults``), where it works, and that what could not run is said last."""
+"""How much of the suite runs (``--faults``), and where it works."""
 
 from __future__ import annotations
 
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import ansible.module_utils
@@ -19,8 +19,6 @@ import stepping  # noqa: E402
 from package import Site  # noqa: E402
 
 MEMORY = Path("/dev/shm")
-not_run: dict[str, list[str]] = {}
-counted: dict[str, int] = {}
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -51,12 +49,12 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 @pytest.fixture
-def count(record_property) -> Iterator[dict[str, int]]:
+def count(record_property: Callable[[str, object], None]) -> Iterator[dict[str, int]]:
     """What a test counts is summed up in the last lines."""
     here: dict[str, int] = {}
     yield here
     for name, number in here.items():
-        counted[name] = counted.get(name, 0) + number
+        record_property(f"counted {name}", number)
 
 
 @pytest.fixture
@@ -74,15 +72,3 @@ def without_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
         raise OSError(errno.EXDEV, os.strerror(errno.EXDEV), str(one))
 
     monkeypatch.setattr(twin, "exchange", refuse)
-
-
-def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    if report.skipped and "tests/faults" in report.nodeid and isinstance(report.longrepr, tuple):
-        not_run.setdefault(report.longrepr[2].removeprefix("Skipped: "), []).append(report.nodeid)
-
-
-def pytest_unconfigure() -> None:
-    if counted:
-        print("faults:", ", ".join(f"{number} {name}" for name, number in counted.items()))
-    for reason, tests in not_run.items():
-        print(f"NOT RUN: {len(tests)} of tests/faults: {reason}")
