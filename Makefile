@@ -20,7 +20,7 @@ pip_install := $(bin)/python -m pip install -qq --require-hashes
 pytest := $(bin)/python -m pytest --timeout 1500
 # Whole runs mostly wait: one worker for those on this machine, one for those on booted hosts, the rest in between.
 JOBS ?= 2
-in_parallel := --numprocesses $(JOBS) --dist loadgroup --no-loadscope-reorder
+in_parallel := --numprocesses $(JOBS) --dist loadscope --no-loadscope-reorder
 
 .PHONY: help
 help: ## list these targets

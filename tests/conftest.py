@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,14 +23,24 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--long", action="store_true", help="whole runs that a test run leaves out otherwise, too")
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Files stay whole, and so do directories whose tests share a host. (Its own marks for that don't work with this pytest.)"""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Together(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return next((part for part in Path(file).parts if part in TOGETHER), file)
+
+    return Together(config, log)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
-        path = item.path.relative_to(TESTS)
-        directory = path.parts[0]
+        directory = item.path.relative_to(TESTS).parts[0]
         if directory in {"contract", "faults", "targets", "e2e"}:
             item.add_marker(directory)
-        item.add_marker(pytest.mark.xdist_group(directory if directory in TOGETHER else str(path.with_suffix(""))))
     if not config.getoption("--long"):
         left_out = [item for item in items if item.get_closest_marker("long")]
         config.hook.pytest_deselected(items=left_out)
