@@ -8,7 +8,8 @@ module: gpu_host_info
 short_description: Survey a host in one read-only call
 description:
   - Says what a host is (hardware, system, Python, GPUs, service manager, container) and what runs there, and changes nothing.
-  - Every command that it runs is bounded in time; what can't be read is null, and never an error.
+  - Its commands run at once and are bounded in time; what can't be read is null, and never an error.
+  - What is in each value, and how a host is recorded, is described in C(docs/reference/host-info.md).
 author: Aerie contributors (!UNKNOWN)
 options:
   aerie_root:
@@ -29,6 +30,24 @@ options:
     type: list
     elements: str
     default: []
+  models:
+    description: Absolute paths of models to look through for missing files and cut off ones; weights are not read whole.
+    type: list
+    elements: path
+    default: []
+  command_seconds:
+    description: What each command is given; the whole survey takes little longer, since they run at once.
+    type: float
+    default: 4
+  record:
+    description: Whether to return what was read as a recording too, without personal details.
+    type: bool
+    default: false
+  record_to:
+    description:
+      - A directory on the controller; the recording is written to C(recording.json) in a directory of it that is named after the host.
+      - Nothing is written in check mode.
+    type: path
   root:
     description:
       - Where the host's file tree is.
@@ -37,7 +56,7 @@ options:
     default: /
 attributes:
   check_mode:
-    description: Reads the same and changes nothing, as always.
+    description: Reads the same and changes nothing on the host, as always; no recording is written.
     support: full
   diff_mode:
     description: There is nothing to show, since nothing changes.
@@ -51,6 +70,11 @@ EXAMPLES = r"""
     ports: [30000]
     paths: [/opt/aerie, /srv/models]
   register: __gpu_host_info
+
+- name: Record a host, to have it looked at elsewhere
+  gpu_host_info:
+    aerie_root: "{{ aerie_root }}"
+    record_to: "{{ playbook_dir }}/recordings"
 
 - name: Read a host's recording
   gpu_host_info:
@@ -88,18 +112,32 @@ architecture:
   returned: success
   type: str
   sample: x86_64
+uptime_seconds:
+  description: The seconds since the host booted.
+  returned: success
+  type: float
+  sample: 86400.25
 cpu:
-  description: Model and counts; C(available) is how many CPUs the survey's process may use.
+  description: Model, counts, NUMA nodes and frequency; C(available) is how many CPUs the survey's process may use.
   returned: success
   type: dict
-  sample: {model: AMD EPYC 9575F 64-Core Processor, sockets: 2, cores: 128, logical: 256, available: 256}
+  sample:
+    model: AMD EPYC 9575F 64-Core Processor
+    sockets: 2
+    cores: 128
+    logical: 256
+    available: 256
+    numa_nodes: [{node: 0, cpus: "0-63,128-191"}, {node: 1, cpus: "64-127,192-255"}]
+    governors: {performance: 256}
+    frequency_driver: amd-pstate-epp
+    max_cstate: 1
 memory:
   description: Bytes in total, available (within the control group's limit) and that limit, null where there is none.
   returned: success
   type: dict
   sample: {total_bytes: 1622000000000, available_bytes: 1590000000000, cgroup_limit_bytes: null}
 gpus:
-  description: The GPUs that the driver reports, in its order.
+  description: The GPUs that the driver reports, in its order; a value that the driver does not know is null.
   returned: success
   type: list
   elements: dict
@@ -112,6 +150,25 @@ gpus:
       memory_used_mib: 4
       compute_capability: "12.0"
       pci_bus_id: 00000000:01:00.0
+      sku: server
+      architecture: Blackwell
+      vbios: 98.02.55.00.01
+      bar1_total_mib: 131072
+      persistence: true
+      mig: false
+      compute_mode: Default
+      performance_state: P8
+      temperature_c: 31
+      utilization_percent: 0
+      numa_node: 0
+      recovery_action: null
+      power: {draw_w: 33.1, limit_w: 600.0, default_w: 600.0, min_w: 300.0, max_w: 600.0}
+      clocks: {sm_mhz: 180, sm_max_mhz: 2430, memory_mhz: 405, memory_max_mhz: 12481}
+      throttle: []
+      pcie: {generation: 1, generation_max: 5, generation_max_gpu: 5, generation_max_slot: 5, width: 16, width_max: 16, replays: 0}
+      ecc: {enabled: true, pending: false, uncorrectable: 0}
+      remapped_rows: {pending: false, failed: false}
+      processes: []
 gpu_reason:
   description: Why RV(gpus) is empty, else null.
   returned: success
@@ -122,6 +179,126 @@ cuda_driver_version:
   returned: success
   type: str
   sample: "13.0"
+driver:
+  description: The driver, installed and loaded, its parameters as loaded, and the errors (Xid) of the kernel's log.
+  returned: success
+  type: dict
+  sample:
+    version: 580.105.08
+    cuda_version: "13.0"
+    user_space_version: 580.105.08
+    module: open
+    loaded_version: 580.105.08
+    loaded: true
+    parameters: {RegistryDwords: "", EnableResizableBar: "0"}
+    registry_dwords: ""
+    uvm_parameters: {uvm_disable_hmm: "Y"}
+    modprobe_files: {/etc/modprobe.d/nvidia.conf: options nvidia_uvm uvm_disable_hmm=1}
+    installed_age_s: 864000
+    xids: [{seconds: 8123.4, xid: 79, pci: "0000:41:00.0", message: "GPU has fallen off the bus."}]
+    kernel_log: dmesg
+    kernel_log_reason: null
+topology:
+  description: How each pair of GPUs is linked and whether one may read the other's memory, as the driver says.
+  returned: success
+  type: dict
+  sample: {links: {0-1: PIX}, p2p_read: {0-1: OK}, reason: null}
+pci:
+  description: PCI bridges with their access control, and the links that NVIDIA's display controllers hang on.
+  returned: success
+  type: dict
+  sample:
+    source: lspci
+    reason: null
+    bridges:
+      - address: "0000:00:01.1"
+        name: Advanced Micro Devices, Inc. [AMD] Device
+        parent: null
+        kind: root_port
+        to_gpus: [0, 1]
+        acs: {source_validation: false, request_redirect: false, completion_redirect: false, upstream_forwarding: false}
+        link: {generation: 5, generation_max: 5, width: 16, width_max: 16}
+    gpu_links:
+      - address: "0000:01:00.0"
+        gpu: 0
+        name: NVIDIA Corporation GB202GL [RTX PRO 6000 Blackwell Server Edition]
+        parent: "0000:00:01.1"
+        numa_node: 0
+        responds: true
+        link: {generation: 1, generation_max: 5, width: 16, width_max: 16}
+iommu:
+  description: Whether an IOMMU translates, and passes through.
+  returned: success
+  type: dict
+  sample: {groups: 0, enabled: false, passthrough: null}
+kernel_command_line:
+  description: The kernel's command line.
+  returned: success
+  type: str
+  sample: BOOT_IMAGE=/boot/vmlinuz root=/dev/md0 iommu=off
+kernel_parameters:
+  description: Its parameters with all their values; a bare word has an empty one.
+  returned: success
+  type: dict
+  sample: {iommu: ["off"], quiet: [""]}
+sysctl:
+  description: Kernel settings that matter here, where the kernel has them.
+  returned: success
+  type: dict
+  sample: {vm.swappiness: "0", kernel.numa_balancing: "0"}
+limits:
+  description: Soft limits of the survey's process.
+  returned: success
+  type: dict
+  sample: {memlock: unlimited, nofile: 1048576}
+transparent_hugepages:
+  description: The choice in force of transparent huge pages.
+  returned: success
+  type: str
+  sample: madvise
+libraries:
+  description: CUDA's libraries that the loader would find.
+  returned: success
+  type: dict
+  sample: {cuda: [{name: libcudart, path: /usr/local/cuda-13.0/lib64/libcudart.so.13, major: 13, source: ldconfig}]}
+tools:
+  description: CUDA's compilers, those that would be taken first, and what else there is.
+  returned: success
+  type: dict
+  sample:
+    nvcc: {path: /usr/local/cuda/bin/nvcc, version: "13.0"}
+    ptxas: {path: /usr/local/cuda/bin/ptxas, version: "13.0"}
+    triton_ptxas: {path: /opt/aerie/triton/backends/nvidia/bin/ptxas, version: "12.9"}
+    nvcc_candidates: [/usr/local/cuda/bin/nvcc]
+packages:
+  description: Packages of the current release, null without one, and those of the system that belong to the GPUs.
+  returned: success
+  type: dict
+  sample:
+    release: {torch: 2.9.1+cu130, torch_cuda: "13.0", sglang: 0.5.15, nccl: 2.28.3}
+    system: {nvidia-open: 580.105.08-1, cuda-toolkit-13-0: 13.0.2-1}
+    held: [nvidia-open]
+    broken: []
+nccl:
+  description: The system's NCCL, every file that sets it, and the graph and topology files that these name.
+  returned: success
+  type: dict
+  sample:
+    system_version: 2.28.3
+    configs: [{path: /etc/nccl.conf, settings: {NCCL_IB_DISABLE: "1"}}]
+    environment: {NCCL_P2P_LEVEL: SYS}
+    graph_files: [{variable: NCCL_GRAPH_FILE, from: environment, path: /etc/nccl-graph.xml, exists: true, gpus: 8}]
+caches:
+  description: Caches of compiled kernels and of what was found out about the GPUs, and the seconds since they changed.
+  returned: success
+  type: list
+  elements: dict
+  sample: [{path: /home/ops/.triton/cache, kind: triton, age_s: 864000, release_keyed: false}]
+models:
+  description: For each path of O(models) what keeps a server from loading it, and its size.
+  returned: success
+  type: dict
+  sample: {/srv/models/Kimi-K2.5: {problems: [], bytes: 595000000000}}
 service_manager:
   description: Whether systemd manages the host, and the name of process 1.
   returned: success
@@ -157,6 +334,21 @@ release:
   returned: success
   type: str
   sample: 0.5.15.post1-0123456789ab
+survey:
+  description: How long the survey took, and what became of each command; no part of the fingerprint.
+  returned: success
+  type: dict
+  sample: {seconds: 0.7, commands: {nvidia-smi -q -x: {rc: 0, seconds: 0.4, reason: null}}}
+recording:
+  description: What was read, without personal details.
+  returned: when O(record)
+  type: dict
+  sample: {format: 1, files: {/etc/os-release: "ID=ubuntu"}, commands: {uname -m: {rc: 0, stdout: x86_64}}}
+recording_path:
+  description: Where the recording was written on the controller.
+  returned: when O(record_to), not in check mode
+  type: str
+  sample: /srv/recordings/gpu-01/recording.json
 fingerprint:
   description: A hash of machine, hardware, system and drivers, the same from run to run; figures of unequal ones don't compare.
   returned: success
@@ -165,9 +357,10 @@ fingerprint:
 """
 
 from pathlib import Path
+from typing import Any
 
 from ansible.module_utils.aerie.errors import AerieError
-from ansible.module_utils.aerie.host import host_info
+from ansible.module_utils.aerie.host import anonymize, host_info
 from ansible.module_utils.basic import AnsibleModule
 
 
@@ -178,6 +371,10 @@ def main() -> None:
             "ports": {"type": "list", "elements": "int", "default": []},
             "paths": {"type": "list", "elements": "path", "default": []},
             "pythons": {"type": "list", "elements": "str", "default": []},
+            "models": {"type": "list", "elements": "path", "default": []},
+            "command_seconds": {"type": "float", "default": host_info.SURVEY_COMMAND_SECONDS},
+            "record": {"type": "bool", "default": False},
+            "record_to": {"type": "path"},
             "root": {"type": "path", "default": "/"},
         },
         supports_check_mode=True,
@@ -188,11 +385,16 @@ def main() -> None:
         ports=tuple(module.params["ports"]),
         paths=tuple(module.params["paths"]),
         pythons=(*module.params["pythons"], *host_info.PYTHONS),
+        models=tuple(module.params["models"]),
+        command_seconds=module.params["command_seconds"],
     )
+    recording: dict[str, Any] | None = {} if module.params["record"] or module.params["record_to"] else None
     try:
-        info = host_info.survey(host_info.open_host(Path(module.params["root"])), question)
+        info = host_info.survey(host_info.open_host(Path(module.params["root"])), question, recording)
     except AerieError as error:
         module.fail_json(msg=str(error))
+    if recording is not None:
+        info["recording"] = anonymize.anonymize(recording)
     module.exit_json(changed=False, **info)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import socket
@@ -12,8 +13,9 @@ from pathlib import Path
 
 import pytest
 from ansible.module_utils.aerie.errors import AerieError
-from ansible.module_utils.aerie.host import host_info
+from ansible.module_utils.aerie.host import gpus, host_info, occupancy, system
 from ansible.module_utils.aerie.host.host_info import Question, open_host, survey
+from ansible.module_utils.aerie.host.hosts import LiveHost
 
 HOSTS = Path(__file__).parents[1] / "fixtures/hosts"
 
@@ -25,7 +27,7 @@ def recorded(name: str, question: Question | None = None) -> dict:
 def test_gpus_are_reported_with_what_tells_them_apart():
     info = recorded("rtx-pro-6000")
     assert [gpu["index"] for gpu in info["gpus"]] == list(range(8))
-    assert info["gpus"][1] == {
+    expected = {
         "index": 1,
         "name": "NVIDIA RTX PRO 6000 Blackwell Server Edition",
         "uuid": "GPU-00000001-1111-2222-3333-444444444444",
@@ -33,8 +35,9 @@ def test_gpus_are_reported_with_what_tells_them_apart():
         "memory_total_mib": 97887,
         "memory_used_mib": 5,
         "compute_capability": "12.0",
-        "pci_bus_id": "00000000:21:00.0",
+        "pci_bus_id": "00000000:04:00.0",
     }
+    assert {key: info["gpus"][1][key] for key in expected} == expected
     assert (info["gpu_reason"], info["cuda_driver_version"]) == (None, "13.0")
 
 
@@ -51,7 +54,11 @@ def test_a_host_without_gpus_says_why(name, reason):
 def test_values_that_the_driver_does_not_know_are_null(tmp_path):
     shutil.copytree(HOSTS / "rtx-pro-6000", tmp_path, dirs_exist_ok=True)
     path = tmp_path / host_info.RECORDING
-    path.write_text(path.read_text().replace("580.105.08, 97887, 4,", "580.105.08, [N/A], [Not Supported],"))
+    recording = json.loads(path.read_text())
+    recording["commands"][" ".join(gpus.GPU_QUERY)]["stdout"] = (
+        "0, NVIDIA X, GPU-1, 580.105.08, [N/A], [Not Supported], 12.0, 00000000:03:00.0\n"
+    )
+    path.write_text(json.dumps(recording))
     gpu = survey(open_host(tmp_path), Question())["gpus"][0]
     assert (gpu["memory_total_mib"], gpu["memory_used_mib"]) == (None, None)
 
@@ -64,7 +71,8 @@ def test_values_that_the_driver_does_not_know_are_null(tmp_path):
     ],
 )
 def test_cpus_are_counted_by_socket_core_and_thread_and_the_allowed_ones_told_apart(name, cpu):
-    assert recorded(name)["cpu"] == cpu
+    found = recorded(name)["cpu"]
+    assert {key: found[key] for key in cpu} == cpu
 
 
 @pytest.mark.parametrize(
@@ -103,7 +111,8 @@ def test_each_kind_of_container_is_known(tmp_path, file, text, kind):
     path = tmp_path / file
     path.parent.mkdir(parents=True)
     path.write_text(text)
-    found = host_info.read_container(host_info.RecordedHost(tmp_path))
+    (tmp_path / host_info.RECORDING).write_text("{}")
+    found = system.read_container(open_host(tmp_path))
     assert found == {"kind": kind, "evidence": f"/{file}"}
 
 
@@ -145,6 +154,27 @@ def test_the_fingerprint_is_the_same_from_run_to_run_and_differs_with_the_driver
     recording = tmp_path / host_info.RECORDING
     recording.write_text(recording.read_text().replace("580.105.08", "595.58.03"))
     assert survey(open_host(tmp_path), Question())["fingerprint"] != first
+
+
+@pytest.mark.parametrize(
+    ("name", "fingerprint"),
+    [
+        ("rtx-pro-6000", "3d3bbd38e2b86a6a29f2bae01738d1bd3bd0e9f4ed2f540f4a49c81ba5d52b99"),
+        ("container", "2a82190c89c3cf038d951377b8082233c64e4b94c73cbdcc0e84f5a47f1f61d3"),
+        ("driver-without-module", "8e0ae32b0312fa80a790d5c7e70c0178d27710b4e17e8655fac3322fe7d5552c"),
+    ],
+)
+def test_a_host_keeps_the_fingerprint_that_its_old_figures_carry(name, fingerprint):
+    assert recorded(name)["fingerprint"] == fingerprint
+
+
+def test_the_fingerprint_comes_from_either_answer_of_the_driver(tmp_path):
+    """What the CSV query and the document both tell is told alike."""
+    recording = {"base": str(HOSTS / "h200"), "commands": {" ".join(gpus.GPU_QUERY): None}}
+    (tmp_path / host_info.RECORDING).write_text(json.dumps(recording))
+    by_document, by_query = survey(open_host(tmp_path), Question())["gpus"][0], recorded("h200")["gpus"][0]
+    assert by_query["compute_capability"] == "9.0"
+    assert by_document == by_query | {"compute_capability": None}
 
 
 def test_the_machine_id_itself_is_not_shown():
@@ -203,15 +233,14 @@ def test_a_free_port_has_no_listener():
     assert survey(open_host(Path("/")), Question(ports=(port,)))["ports"] == {str(port): []}
 
 
-def test_a_command_that_hangs_is_given_up(monkeypatch):
-    monkeypatch.setattr(host_info, "COMMAND_SECONDS", 0.2)
-    answer = host_info.LiveHost().run(("sleep", "30"))
+def test_a_command_that_hangs_is_given_up():
+    answer = LiveHost(seconds=0.2).run(("sleep", "30"))
     assert (answer.rc, answer.reason) == (None, "sleep: no answer within 0.2 s")
 
 
 @pytest.mark.parametrize(("ranges", "count"), [("0", 1), ("0-3", 4), ("0-1,4,6-7", 5)])
 def test_cpu_lists_are_counted(ranges, count):
-    assert host_info.count_cpus(ranges) == count
+    assert system.count_cpus(ranges) == count
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root to become another user")
@@ -225,6 +254,6 @@ def test_a_path_that_the_user_may_not_see_is_told_by_what_it_may_see():
         child = os.fork()
         if child == 0:
             os.setuid(nobody)
-            found = host_info.read_path(host_info.LiveHost(), hidden)
+            found = occupancy.read_path(LiveHost(), str(hidden))
             os._exit(0 if (found["exists"], found["nearest"], found["writable"]) == (False, str(hidden.parent), False) else 1)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

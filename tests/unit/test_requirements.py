@@ -114,3 +114,15 @@ def test_an_adopted_python_needs_no_lock_no_ensurepip_and_little_room():
     assert problems("container", gone) == [
         "no Python answers to '/opt/venv/bin/python': correct sglang_release_adopt_environment, which is to be adopted"
     ]
+
+
+def test_a_driver_that_is_slow_to_answer_is_not_called_missing():
+    (problem,) = problems("rtx-pro-6000", CUDA, gpus=[], gpu_reason="nvidia-smi: no answer within 4 s")
+    assert "raise gpu_host_command_seconds" in problem
+    assert "install the NVIDIA driver" not in problem
+
+
+def test_a_path_that_gives_no_answer_is_refused_as_what_it_is():
+    dead = {"exists": None, "kind": None, "nearest": None, "total_bytes": None, "free_bytes": None, "writable": None}
+    paths = {"/opt/aerie": dead | {"reason": "/opt/aerie gave no answer within 4 s"}}
+    assert problems("rtx-pro-6000", CUDA, paths=paths) == ["/opt/aerie gave no answer within 4 s: is it on a network mount that is dead?"]

@@ -63,6 +63,9 @@ def check(info: Mapping[str, Any], wanted: Wanted) -> Findings:
     ``info`` is what ``gpu_host_info`` returned when asked after every wanted port, the wanted Python, and these paths: the
     root, ``current`` below it, and each wanted model.
     """
+    silent = [reason for path in info["paths"].values() if (reason := path.get("reason"))]
+    if silent:
+        return Findings(tuple(f"{reason}: is it on a network mount that is dead?" for reason in silent), tuple(check_system(info)))
     problems = [
         *check_gpus(info, wanted),
         *check_root(info, wanted),
@@ -79,6 +82,11 @@ def check_gpus(info: Mapping[str, Any], wanted: Wanted) -> list[str]:
     """The cuda profile needs a GPU, and each instance the GPUs that it names."""
     if wanted.profile != "cuda":
         return []
+    if not info["gpus"] and "no answer within" in (info["gpu_reason"] or ""):
+        return [
+            f"no GPU for the cuda profile ({info['gpu_reason']}): enable NVIDIA's persistence daemon, without which every call wakes all "
+            "GPUs, or raise gpu_host_command_seconds; where nvidia-smi never answers, the driver hangs and the host must be rebooted"
+        ]
     if not info["gpus"]:
         return [
             f"no GPU for the cuda profile ({info['gpu_reason']}): install the NVIDIA driver so that nvidia-smi lists the GPUs, "
