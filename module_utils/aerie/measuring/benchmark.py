@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ansible.module_utils.aerie import files
 from ansible.module_utils.aerie.errors import AerieError
+from ansible.module_utils.aerie.host import nccl
 from ansible.module_utils.aerie.measuring import bench_clients, bench_runner
 from ansible.module_utils.aerie.paths import HostPaths
 
@@ -68,6 +69,7 @@ def record_not_started(paths: HostPaths, asked: Request, reason: str) -> list[di
 def _definitions_before_start(paths: HostPaths, asked: Request) -> tuple[dict[str, Any], ...]:
     release = _read(paths.current / "release.json", "make the release again with the sglang_patches role")
     client = _client(paths.current.resolve(), release, asked)
+    asked = _with_nccl(paths, asked)
     return tuple(_definition(asked, cell, {}, release, client, {}) for cell in asked.launch["cells"])
 
 
@@ -86,6 +88,7 @@ def prepare(paths: HostPaths, asked: Request, before_cell: Callable[[], None] = 
     address = str(instance["host"]).strip("[]")
     environment = {str(name): str(value) for name, value in (instance.get("environment") or {}).items()}
     run = paths.runs / asked.run_id
+    asked = _with_nccl(paths, asked)
     definitions = tuple(_definition(asked, cell, instance, release, client, environment) for cell in asked.launch["cells"])
     return bench_runner.Job(
         run=run,
@@ -107,6 +110,12 @@ def prepare(paths: HostPaths, asked: Request, before_cell: Callable[[], None] = 
         cells_total=int(asked.launch.get("cells_total") or 0),
         before_cell=before_cell,
     )
+
+
+def _with_nccl(paths: HostPaths, asked: Request) -> Request:
+    """Return ``asked`` with the host's nccl.env among the settings that a server's command follows from, where it has one."""
+    found = nccl.read(paths.root)
+    return replace(asked, settings={**asked.settings, "nccl": found}) if found else asked
 
 
 def dataset_path(paths: HostPaths, asked: Request) -> Path | None:

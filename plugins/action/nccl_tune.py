@@ -1,0 +1,113 @@
+# Copyright: Aerie contributors
+# GNU General Public License v3.0+ (see https://www.gnu.org/licenses/gpl-3.0.txt)
+"""Starts a search on the host, shows how it goes and brings its files; plans what confirms it, and decides, on the controller alone."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import yaml
+from ansible.utils.display import Display
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+import aerie_controller  # noqa: F401  makes ansible.module_utils.aerie importable
+from aerie_controller.detached import DetachedAction
+
+HEAD = """---
+# Written by playbooks/tune_nccl.yml, run {run_id}, for {host}. To use it: nccl_tuned_file: {path}
+# Of the two sets, nccl_tuned_for chooses one; docs/reference/nccl.md says what the rest means.
+"""
+
+
+class ActionModule(DetachedAction):
+    TRANSFERS_FILES = True
+
+    def run(self, tmp: str | None = None, task_vars: dict[str, Any] | None = None) -> dict[str, Any]:
+        from ansible.module_utils.aerie.errors import AerieError
+
+        state = self._task.args.get("state", "searched")
+        try:
+            if state == "planned":
+                return {"changed": False, "experiments": self._planned(dict(self._task.args))}
+            if state == "decided":
+                return self._decided(dict(self._task.args))
+            result = super().run(tmp, task_vars)
+            return result if result.get("failed") or "files" not in result else self._bring(result, task_vars or {})
+        except AerieError as error:
+            return {"failed": True, "msg": str(error)}
+
+    def _planned(self, given: dict[str, Any]) -> list[dict[str, Any]]:
+        from ansible.module_utils.aerie.tuning import decision
+
+        found = decision.confirmations(
+            decision.require_result(given.get("result")),
+            given.get("arm") or {},
+            given.get("in_force") or {},
+            given.get("arm_options") or [],
+            given.get("workloads") or {},
+            int(given.get("confirm_repeats") or 4),
+            int(given.get("confirm_timeout_seconds") or 1800),
+        )
+        return [asdict(one) for one in found]
+
+    def _decided(self, given: dict[str, Any]) -> dict[str, Any]:
+        from ansible.module_utils.aerie.files import write_atomic
+        from ansible.module_utils.aerie.tuning import decision, tune_table
+
+        result = decision.require_result(given.get("result"))
+        records = given.get("records")
+        decisions = decision.decide(result, records)
+        options = decision.option_findings(records, given.get("arm_options") or [])
+        tuned = decision.tuned(result, decisions, options)
+        path = Path(self._loader.path_dwim(given["path"]))
+        text = HEAD.format(run_id=result["run_id"], host=result["host"], path=path) + yaml.safe_dump(
+            {"nccl_tuned": _plain(tuned)}, sort_keys=False, allow_unicode=True, width=130
+        )
+        table = tune_table.render(result, decisions, options, {"variables": str(path)})
+        Display().display(f"\n{table}")
+        changed = not path.is_file() or path.read_text() != text
+        if changed and not self._task.check_mode:
+            write_atomic(path, text)
+        return {"changed": changed, "tuned": tuned, "table": table, "path": str(path)}
+
+    def _bring(self, result: dict[str, Any], task_vars: dict[str, Any]) -> dict[str, Any]:
+        from ansible.module_utils.aerie.measuring import collection
+
+        dest = self._task.args.get("dest")
+        if not dest:
+            return result
+        lacking = collection.missing(result["files"], Path(dest))
+        if lacking:
+            self._fetch(lacking, Path(dest), task_vars)
+        return result | {"fetched": [entry["place"] for entry in lacking]}
+
+    def _fetch(self, lacking: list[dict[str, Any]], dest: Path, task_vars: dict[str, Any]) -> None:
+        from ansible.module_utils.aerie.errors import AerieError
+        from ansible.module_utils.aerie.measuring import collection
+
+        shell = self._connection._shell
+        remote = shell.join_path(shell.tmpdir or self._make_tmp_path(), "nccl.tar.gz")
+        arguments = {"root": self._task.args["root"], "state": "packed", "archive": remote, "wanted": [entry["path"] for entry in lacking]}
+        packed = self._execute_module(module_args=arguments, task_vars=task_vars)
+        if packed.get("failed"):
+            raise AerieError(f"the host could not pack its search: {packed.get('msg')}")
+        try:
+            with tempfile.TemporaryDirectory() as scratch:
+                local = Path(scratch) / "nccl.tar.gz"
+                self._connection.fetch_file(remote, str(local))
+                collection.unpack(local, lacking, dest)
+        finally:
+            self._remove_tmp_path(shell.tmpdir, force=True)
+
+
+def _plain(value: Any) -> Any:
+    """Return ``value`` as YAML knows it: Ansible's values carry tags."""
+    if isinstance(value, dict):
+        return {str(key): _plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    return str(value) if isinstance(value, str) else value
