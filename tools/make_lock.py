@@ -36,6 +36,7 @@ MADE = (
     Lock("cpu-0.5.23", "3.11", ("--no-deps",)),
     Lock("cuda-0.5.15.post1", "3.12", ("--python-platform", "x86_64-manylinux_2_39"), without=("sglang",)),
     Lock("supervisor", "3.11", ("--no-deps",)),
+    Lock("hub", "3.11", ("--no-deps",)),
 )
 
 

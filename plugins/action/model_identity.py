@@ -1,46 +1,69 @@
-"""Sends the models that lie on the controller: asks the host what it lacks, and sends only that."""
+"""Brings models: sends those that lie on the controller, follows the host while it fetches others, and leads it there where it can't go."""
 
 from __future__ import annotations
 
+import contextlib
+import re
+import subprocess
 import sys
-from collections.abc import Mapping
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ansible.plugins.action import ActionBase
 from ansible.utils.display import Display
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from aerie_controller import PROJECT
+from aerie_controller.detached import DetachedAction
 
 CACHE = PROJECT / ".cache" / "identities"
+HUB_LOCK = PROJECT / "locks" / "hub.txt"
+TUNNEL_SECONDS = 30
+ALLOCATED = re.compile(r"Allocated port (\d+) for remote forward")
+TOLD = ("changed", "missing", "diff")
 
 
-class ActionModule(ActionBase):
-    _supports_check_mode = True
-    _supports_async = False
-
+class ActionModule(DetachedAction):
     def run(self, tmp: str | None = None, task_vars: dict[str, Any] | None = None) -> dict[str, Any]:
         from ansible.module_utils.aerie.errors import AerieError
 
-        result = super().run(tmp, task_vars)
+        variables = task_vars or {}
+        result: dict[str, Any] = super(DetachedAction, self).run(tmp, variables)
         arguments = dict(self._task.args)
         catalog = arguments.get("models") or {}
         try:
             arguments["manifests"] = _manifests(catalog)
+            arguments["addresses"] = _addresses(catalog, variables)
+            if any(entry["source"] == "hub" for entry in catalog.values()):
+                arguments["hub_lock_text"] = HUB_LOCK.read_text()
+            with contextlib.ExitStack() as tunnels:
+                return result | self._bring(arguments, variables, tunnels)
         except AerieError as error:
             return result | {"failed": True, "msg": str(error)}
-        answer = self._execute_module(module_args=arguments, task_vars=task_vars)
-        if answer.get("failed") or self._task.check_mode or not answer.get("missing"):
-            return result | answer
-        try:
-            arguments["incoming"] = self._send(
-                catalog, arguments["manifests"], answer["missing"], str((task_vars or {}).get("inventory_hostname"))
-            )
-            received = self._execute_module(module_args=arguments, task_vars=task_vars)
-            return result | received | {key: answer[key] for key in ("changed", "missing", "diff")}
         finally:
             self._remove_tmp_path(self._connection._shell.tmpdir)
+
+    def _bring(self, arguments: dict[str, Any], variables: dict[str, Any], tunnels: contextlib.ExitStack) -> dict[str, Any]:
+        answer = self._execute_module(module_args=arguments, task_vars=variables)
+        if answer.get("again") and not answer.get("failed"):
+            prepared = self._follow(str(answer["job"]), variables)
+            if prepared.get("failed") or prepared.get("unreachable"):
+                return answer | prepared
+            answer = self._execute_module(module_args=arguments, task_vars=variables)
+        if answer.get("unreachable") and not answer.get("failed") and isinstance(answer["unreachable"], Mapping):
+            for name, (host, port) in answer["unreachable"].items():
+                address = arguments["addresses"].setdefault(name, {})
+                address["tunnel"] = tunnels.enter_context(self._tunnel(name, host, port, variables))
+            answer = self._execute_module(module_args=arguments, task_vars=variables)
+        told = {key: answer[key] for key in TOLD if key in answer}
+        if not answer.get("failed") and not self._task.check_mode and answer.get("missing") and "job" not in answer:
+            arguments["incoming"] = self._send(arguments["models"], arguments["manifests"], answer["missing"], _host(variables))
+            answer = self._execute_module(module_args=arguments, task_vars=variables)
+        if answer.get("failed") or "job" not in answer:
+            return answer if answer.get("failed") else answer | told
+        return answer | self._follow(str(answer.pop("job")), variables) | told
 
     def _send(self, catalog: Any, manifests: Any, missing: dict[str, list[str]], host: str) -> dict[str, dict[str, str]]:
         # The connecting user may not write to the root, so files go to Ansible's own directory first.
@@ -60,12 +83,54 @@ class ActionModule(ActionBase):
                 sent.setdefault(name, {})[file] = remote
         return sent
 
+    @contextlib.contextmanager
+    def _tunnel(self, name: str, host: str, port: int, variables: dict[str, Any]) -> Iterator[int]:
+        """Open a port on the target that leads to the source by way of the controller; yield its number.
+
+        The target's rsync goes on as before, with its own keys and its own look at the source's; the controller only passes bytes on.
+        """
+        from ansible.module_utils.aerie.errors import AerieError
+        from ansible.module_utils.aerie.releases.model_sources import unreachable_text
+
+        where = f"{name}: {unreachable_text(host, port)}"
+        if self._connection.transport != "ssh":
+            raise AerieError(where)
+        if self._connection.get_option("password"):
+            raise AerieError(f"{where}. The controller can lead a connection on only where it logs in with a key, not with a password")
+        target = self._connection.get_option("host")
+        place = f"[{host}]" if ":" in host else host
+        options = ("-S", "none", "-o", "LogLevel=INFO", "-o", "ExitOnForwardFailure=yes", "-N", "-R", f"127.0.0.1:0:{place}:{port}")
+        command = self._connection._build_command(self._connection.get_option("ssh_executable"), "ssh", *options, target)
+        with tempfile.TemporaryFile() as said:
+            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=said)
+            try:
+                deadline = time.monotonic() + TUNNEL_SECONDS
+                while True:
+                    said.seek(0)
+                    text = said.read().decode(errors="replace")
+                    if match := ALLOCATED.search(text):
+                        break
+                    if process.poll() is not None or time.monotonic() > deadline:
+                        raise AerieError(
+                            f"{where}. The controller could not open a port there (AllowTcpForwarding of its sshd?): {text.strip()[-500:]}"
+                        )
+                    time.sleep(0.05)
+                Display().display(f"  {_host(variables)}  {name}: {host} can't be reached from there, going by way of the controller")
+                yield int(match[1])
+            finally:
+                process.terminate()
+                process.wait()
+
+
+def _host(variables: Mapping[str, Any]) -> str:
+    return str(variables.get("inventory_hostname"))
+
 
 def _manifests(catalog: Mapping[str, Any]) -> dict[str, Any]:
     from ansible.module_utils.aerie.errors import raise_all
-    from ansible.module_utils.aerie.releases import model_identity
+    from ansible.module_utils.aerie.releases import model_catalog, model_identity
 
-    found = model_identity.catalog_problems(catalog)
+    found = list(model_catalog.problems(catalog))
     raise_all(found, "sglang_models_catalog")
     here = {name: entry for name, entry in catalog.items() if entry["source"] == "controller"}
     for name, entry in here.items():
@@ -74,3 +139,24 @@ def _manifests(catalog: Mapping[str, Any]) -> dict[str, Any]:
         ]
     raise_all(found, "sglang_models_catalog")
     return {name: model_identity.manifest(Path(entry["path"]), CACHE) for name, entry in here.items()}
+
+
+def _addresses(catalog: Mapping[str, Any], variables: Mapping[str, Any]) -> dict[str, Any]:
+    """Return how the hosts of the inventory are reached that models come from."""
+    from ansible.module_utils.aerie.errors import AerieError
+    from ansible.module_utils.aerie.releases.model_catalog import Place
+
+    found = {}
+    known = variables.get("hostvars") or {}
+    for name, entry in catalog.items():
+        place = Place.of(entry.get("from")) if entry["source"] == "rsync" else None
+        if place is None or place.host not in known:
+            continue
+        if place.host == variables.get("inventory_hostname"):
+            raise AerieError(f"sglang_models_catalog.{name}.from: {place.host} is this host itself: give it source host in its host_vars")
+        facts = known[place.host]
+        if facts.get("ansible_connection") == "local":
+            raise AerieError(f"sglang_models_catalog.{name}.from: {place.host} is this controller: use source controller with path")
+        address = {"host": facts.get("ansible_host", place.host), "user": facts.get("ansible_user"), "port": facts.get("ansible_port")}
+        found[name] = {key: value for key, value in address.items() if value is not None}
+    return found

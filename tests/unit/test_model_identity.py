@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from ansible.module_utils.aerie import jobs
 from ansible.module_utils.aerie.errors import AerieError
 from ansible.module_utils.aerie.releases import model_identity
 from ansible.module_utils.testing import patch_module_args
 
 import model_identity as module
+from hub_server import Hub, serving
 
 CONFIG = {"architectures": ["LlamaForCausalLM"], "hidden_size": 8, "vocab_size": 16, "torch_dtype": "float32"}
 
@@ -136,25 +140,10 @@ def test_the_problems_of_all_models_come_at_once_and_nothing_is_written(make, ru
     assert not (tmp_path / "host").exists()
 
 
-@pytest.mark.parametrize(
-    ("entry", "message"),
-    [
-        ({"source": "host"}, "x: path is missing"),
-        ({"path": "/m", "source": "hub"}, "source must be host or controller, not 'hub'"),
-        ({"path": "m", "source": "host"}, "path must be absolute"),
-        ({"path": "/m", "source": "host", "sorce": 1}, "unknown key sorce"),
-    ],
-)
-def test_a_mistyped_catalog_is_refused(run, entry, message):
-    result = run(models={"x": entry})
-    assert result["failed"] and message in result["msg"]
-
-
-def test_two_models_of_the_controller_never_share_a_directory_on_the_host():
-    entries = {"x": {"path": "/a/target", "source": "controller"}, "y": {"path": "/b/target", "source": "controller"}}
-    assert "/b/target and /a/target (x) would go to the same directory" in model_identity.catalog_problems(entries)[0]
-    same = {"x": {"path": "/a/target", "source": "controller"}, "y": {"path": "/a/target", "source": "controller"}}
-    assert model_identity.catalog_problems(same) == []
+def test_a_mistyped_catalog_is_refused(run):
+    result = run(models={"x": {"source": "host"}, "y": {"path": "m", "source": "hosts"}})
+    assert result["failed"]
+    assert all(part in result["msg"] for part in ("x.path is missing", "y.source is 'hosts'", "y.path is 'm': it must be an absolute path"))
 
 
 def test_a_host_asks_for_what_it_lacks_takes_it_in_and_then_nothing_changes(make, run, tmp_path):
@@ -201,6 +190,70 @@ def test_files_that_we_never_sent_are_named_and_kept(make, run, tmp_path):
     result = run(**arguments)
     assert result["failed"] and "holds other.safetensors, which the controller's copy has not" in result["msg"]
     assert (mine / "other.safetensors").exists()
+
+
+@pytest.fixture
+def hub():
+    with serving() as server:
+        yield server
+
+
+def of_hub(hub: Hub, config: Any, **more: Any) -> dict[str, Any]:
+    name = f"lab/{len(hub.commits)}"
+    commit = hub.publish(name, {"config.json": json.dumps(config).encode(), "model.safetensors": safetensors(1 << 17)})
+    return {"source": "hub", "repository": name, "revision": commit, **more}
+
+
+def test_a_check_tells_what_a_hub_would_be_asked_for(run, hub, tmp_path):
+    entry = of_hub(hub, CONFIG)
+    arguments = {"models": {"tiny": entry}, "hub_endpoint": hub.url, "hub_lock_text": "", "python": sys.executable}
+    result = run(**arguments, _ansible_check_mode=True)
+    size = len(safetensors(1 << 17)) + len(json.dumps(CONFIG))
+    assert result["changed"] and result["fetched"]["tiny"]["bytes"] == size
+    assert result["fetched"]["tiny"]["from"] == f"{entry['repository']}@{entry['revision']}"
+    told = result["models"]["tiny"]
+    assert (told["path"], told["identity"], told["bytes"]) == (str(tmp_path / "host/models/tiny"), None, size)
+    assert told["config"]["hidden_size"] == 8
+    assert not (tmp_path / "host").exists()
+
+
+def test_a_draft_that_does_not_fit_is_refused_before_its_weights_are_fetched(make, run, hub, tmp_path):
+    models = {"target": {"path": str(make("target")), "source": "host"}, "draft": of_hub(hub, {**DRAFT, "hidden_size": 16})}
+    arguments = {"arms": {"eagle3": EAGLE3}, "instances": {"main": {"model": "target", "arm": "eagle3"}}}
+    result = run(models=models, **arguments, hub_endpoint=hub.url, hub_lock_text="", python=sys.executable)
+    assert result["failed"] and "the draft reads hidden states of 16, the target's have 8" in result["msg"]
+    assert not (tmp_path / "host").exists()
+    assert [request for request in hub.requests if "safetensors" in request] == []
+
+
+def test_what_only_the_library_of_the_hub_knows_is_left_open_by_a_check(run, hub, tmp_path, monkeypatch):
+    monkeypatch.delenv("HF_ENDPOINT", raising=False)
+    arguments = {"models": {"tiny": of_hub(hub, CONFIG)}, "hub_lock_text": "nothing==1\n", "python": sys.executable}
+    result = run(**arguments, _ansible_check_mode=True)
+    assert result["changed"] and result["fetched"]["tiny"]["bytes"] is None
+    assert "known when the library of the hub is installed" in str(result["warnings"])
+    assert not (tmp_path / "host").exists()
+
+
+def test_the_library_of_the_hub_comes_from_the_wheels_that_the_release_comes_from(run, hub, tmp_path, monkeypatch):
+    monkeypatch.delenv("HF_ENDPOINT", raising=False)
+    (tmp_path / "wheels").mkdir()
+    lock = "nothing==1 --hash=sha256:" + "0" * 64 + "\n"
+    arguments = {"models": {"tiny": of_hub(hub, CONFIG)}, "hub_lock_text": lock, "python": sys.executable}
+    result = run(**arguments, wheels=str(tmp_path / "wheels"))
+    assert result["again"]
+    deadline = time.monotonic() + 60
+    while (ended := jobs.read(Path(result["job"]))) is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert not ended["ok"] and f"from the wheels at {tmp_path / 'wheels'}: add those that are missing" in ended["msg"]
+
+
+def test_a_source_that_nothing_answers_at_is_handed_to_the_controller(run, tmp_path):
+    entry = {"source": "rsync", "from": "ops@127.0.0.1:/srv/models/x", "port": 9}
+    result = run(models={"x": entry})
+    assert result["unreachable"] == {"x": ["127.0.0.1", 9]} and not result["changed"]
+    assert not (tmp_path / "host").exists()
 
 
 EAGLE3 = {"speculation": {"algorithm": "EAGLE3", "draft_model": "draft"}}

@@ -21,7 +21,7 @@ import subprocess
 import tempfile
 import time
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -316,12 +316,29 @@ def make_package(todo: Plan, spec: Spec, interpreter: Interpreter, source: Sourc
 
 def make_supervisor(path: Path, lock_text: str, interpreter: Interpreter, source: Source, progress: Progress, *, extra: bool) -> None:
     """Make the small environment of supervisor, which owns servers where systemd does not run."""
-    progress.update("creating supervisor's environment")
+    make_tool(
+        path, lock_text, interpreter, source, progress, name="supervisor", check=("-m", "supervisor.supervisord", "--version"), extra=extra
+    )
+
+
+def make_tool(
+    path: Path,
+    lock_text: str,
+    interpreter: Interpreter,
+    source: Source,
+    progress: Progress,
+    *,
+    name: str,
+    check: Sequence[str],
+    extra: bool = True,
+) -> None:
+    """Make a small environment for one tool; ``check`` are arguments of its Python that print its version."""
+    progress.update(f"creating {name}'s environment")
     python = _make_venv(path, interpreter)
-    _Pip(python, source, extra=extra).install_lock(lock_text, "supervisor could not be installed")
-    answer = run([str(python), "-I", "-m", "supervisor.supervisord", "--version"])
+    _Pip(python, source, extra=extra).install_lock(lock_text, f"{name} could not be installed")
+    answer = run([str(python), "-I", *check])
     if answer.returncode:
-        raise AerieError(f"supervisor does not start in {path}:\n{tail(answer.stderr, 8)}")
+        raise AerieError(f"{name} does not start in {path}:\n{tail(answer.stderr, 8)}")
     write_json(path / MARKER, {"id": path.name, "python": str(python), "version": answer.stdout.strip(), "made_at": _now()})
 
 

@@ -32,6 +32,8 @@ CONFIG_KEYS = (
     "vocab_size",
 )
 LFS_POINTER = b"version https://git-lfs"
+FETCHING = ".aerie-fetch.json"
+"""Marks a directory whose model is not whole yet."""
 
 
 @dataclass(frozen=True)
@@ -82,10 +84,17 @@ def problems(directory: Path, *, weights: bool = True) -> list[str]:
     """Return all that keeps a server from loading the model in ``directory``; without ``weights``, those may be missing."""
     if not directory.is_dir():
         return [f"{directory} is no directory"]
+    if (directory / FETCHING).exists():
+        return [f"{directory} is only partly fetched: run the playbook that brings the models again"]
     try:
         names = {path.name: path for path in list_files(directory)}
     except OSError as error:
         return [f"{error.filename}: {error.strerror}"]
+    return content_problems(names, directory, weights=weights)
+
+
+def content_problems(names: Mapping[str, Path], directory: Path, *, weights: bool = True) -> list[str]:
+    """Return what is wrong with the files of a model, by name, that is or will be in ``directory``."""
     found = []
     if "config.json" not in names:
         near = [path.parent.name for path in sorted(directory.glob("*/config.json"))]
@@ -246,33 +255,6 @@ def fit_problems(configs: Mapping[str, Mapping[str, Any]], arms: Mapping[str, An
     return found
 
 
-def target(paths: HostPaths, source: str) -> Path:
-    """Return where a model of the controller goes on a host."""
-    return paths.models / Path(source).name
-
-
 def cache_of(paths: HostPaths) -> Path:
     """Return where hashes are kept on a host."""
     return paths.models / "identities"
-
-
-def catalog_problems(catalog: Mapping[str, Any]) -> list[str]:
-    """Return what is wrong with a catalog itself."""
-    found = []
-    taken: dict[str, tuple[str, str]] = {}
-    for name, entry in catalog.items():
-        if not isinstance(entry, Mapping) or not entry.get("path"):
-            found.append(f"{name}: path is missing")
-            continue
-        unknown = sorted(set(entry) - {"path", "source", "weights"})
-        if unknown:
-            found.append(f"{name}: unknown key {listing(unknown)}: a model has path, source and weights")
-        if entry.get("source") not in ("host", "controller"):
-            found.append(f"{name}: source must be host or controller, not {entry.get('source')!r}")
-        if not str(entry["path"]).startswith("/"):
-            found.append(f"{name}: path must be absolute, not {entry['path']}")
-        if entry.get("source") == "controller":
-            other = taken.setdefault(Path(str(entry["path"])).name, (name, str(entry["path"])))
-            if other[1] != str(entry["path"]):
-                found.append(f"{name}: {entry['path']} and {other[1]} ({other[0]}) would go to the same directory on the host: rename one")
-    return found

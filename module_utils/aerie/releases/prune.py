@@ -274,7 +274,7 @@ class _Planner:
 
     def unneeded(self, kind: str, path: Path, marker: Path) -> None:
         unread = [name for name, value in self.stay.items() if not value]
-        if job := self.job("sglang_environment") or self.job("sglang_release"):
+        if job := self.job("sglang_environment") or self.job("sglang_release") or self.job("models"):
             self.stays(kind, path, f"the job {job} may be making or using it")
         elif unread:
             self.stays(kind, path, f"what release {unread[0]} uses can't be told: its {releases.RELEASE} can't be read")
