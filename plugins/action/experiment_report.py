@@ -12,6 +12,7 @@ from ansible.utils.display import Display
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from aerie_controller import report  # importing the package makes ansible.module_utils.aerie importable
+from aerie_controller.preflight import results as preflight_results
 
 # isort: split
 from ansible.module_utils.aerie.errors import AerieError
@@ -68,7 +69,7 @@ class ActionModule(ActionBase):
             message = f"There is no record below {results} yet, so there is nothing to report: run a benchmark, or name another directory."
             display.display(f"\n{message}\n")
             return found | {"changed": False, "table": "", "msg": message}
-        page = report.render(groups, arguments["title"]).encode()
+        page = report.render(groups, arguments["title"], preflight_results.kept(results / "preflight")).encode()
         changed = not path.is_file() or path.read_bytes() != page
         if changed and not self._task.check_mode:
             write_atomic(path, page)

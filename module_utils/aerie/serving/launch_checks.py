@@ -9,6 +9,7 @@ from collections.abc import Callable, Container, Iterator, Mapping
 from typing import Any
 
 from ansible.module_utils.aerie import processes
+from ansible.module_utils.aerie.specifiers import Specifier, Version
 
 Config = Mapping[str, Any]
 LOOPBACK_NAMES = ("localhost", "localhost.localdomain", "ip6-localhost")
@@ -28,6 +29,15 @@ DRAFT_IN_TARGET = (
     "Step3p5",
 )
 """Starts of target architectures whose checkpoints bring their own draft layer, for EAGLE and NEXTN."""
+
+MLA_ONLY = ("trtllm_mla", "tokenspeed_mla", "cutedsl_mla", "flashmla", "cutlass_mla")
+"""Attention backends for MLA models alone. Source: layers/attention/attention_registry.py, "can only be used with MLA models"."""
+
+CHECKPOINT_QUANTIZATIONS = ("modelopt_fp4", "modelopt_fp8", "awq", "awq_marlin", "gptq", "gptq_marlin", "compressed-tensors", "petit_nvfp4")
+"""Methods whose weights lie quantized in the checkpoint. Source: server_args.py: without its own setting the draft takes --quantization."""
+
+GRAPH_TOKENS = 1024
+"""Tokens in the largest decode graph that need no remark: cuda_graph_runner.py captures max_bs × draft tokens."""
 
 
 def text_config(config: Config) -> Config:
@@ -76,6 +86,49 @@ def draft_problems(algorithm: str, target_name: str, target: Config, draft_name:
     reduced = narrow.get("draft_vocab_size")
     if None not in (reduced, narrow.get("vocab_size")) and reduced > narrow["vocab_size"]:
         yield f"{pair}: draft_vocab_size {reduced} exceeds vocab_size {narrow['vocab_size']}: the draft's config.json is damaged"
+
+
+def draft_backend_problems(pair: str, flags: Mapping[str, Any], draft_attention: str) -> Iterator[str]:
+    """Yield why the draft can't run on the attention backend (flags by dest) that it inherits from the target."""
+    backend = flags.get("decode_attention_backend") or flags.get("attention_backend")
+    if flags.get("speculative_draft_attention_backend") is None and draft_attention == "mha" and backend in MLA_ONLY:
+        yield (
+            f"{pair}: the draft inherits --attention-backend {backend}, which only MLA models can use, and it has multi-head attention: "
+            "set speculative-draft-attention-backend to triton or flashinfer"
+        )
+
+
+def draft_quantization_problems(pair: str, flags: Mapping[str, Any], draft_quantization: str | None) -> Iterator[str]:
+    """Yield why the draft can't be loaded with the quantization (flags by dest) that it inherits from the target."""
+    method = flags.get("quantization")
+    if flags.get("speculative_draft_model_quantization") is None and method in CHECKPOINT_QUANTIZATIONS and draft_quantization is None:
+        yield (
+            f"{pair}: the draft inherits --quantization {method}, and its weights are not quantized: set "
+            "speculative-draft-model-quantization to unquant, or leave quantization out (SGLang reads the target's from its config.json)"
+        )
+
+
+def nextn_memory_warnings(version: Version, algorithm: str, environment: Mapping[str, str]) -> Iterator[str]:
+    """Yield that NEXTN loads the model a second time in old versions, unless the overlapped worker is asked for."""
+    wanted = environment.get("SGLANG_ENABLE_SPEC_V2", "").lower() in ("1", "true")
+    if algorithm == "NEXTN" and version in Specifier.parse("<=0.5.9") and not wanted:
+        yield (
+            f"SGLang {version.text} loads the model twice for NEXTN and may run out of memory: set SGLANG_ENABLE_SPEC_V2 to 1 in the arm's "
+            "environment, or take a later version"
+        )
+
+
+def graph_batch_warnings(flags: Mapping[str, Any], draft_tokens: Any) -> Iterator[str]:
+    """Yield that CUDA graphs are captured for many tokens: speculation verifies all draft tokens of a sequence at once."""
+    size = str(flags.get("cuda_graph_max_bs_decode") or flags.get("cuda_graph_max_bs") or "")
+    if not size.isdigit() or not str(draft_tokens or "").isdigit() or flags.get("disable_cuda_graph"):
+        return
+    tokens = int(size) * int(draft_tokens)
+    if tokens > GRAPH_TOKENS:
+        yield (
+            f"CUDA graphs for {size} sequences hold {tokens} tokens with {draft_tokens} draft tokens each, and may run out of memory: set "
+            f"cuda-graph-max-bs to {GRAPH_TOKENS // int(draft_tokens)} or less, unless it was tried"
+        )
 
 
 def is_loopback(host: str) -> bool:

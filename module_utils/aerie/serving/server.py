@@ -18,10 +18,11 @@ from typing import Any
 from ansible.module_utils.aerie import processes
 from ansible.module_utils.aerie.errors import AerieError, raise_all
 from ansible.module_utils.aerie.files import canonical_hash, read_json, write_atomic, write_json
+from ansible.module_utils.aerie.host import nccl
 from ansible.module_utils.aerie.patching import patch_checks
 from ansible.module_utils.aerie.paths import HostPaths
 from ansible.module_utils.aerie.releases import release as releases
-from ansible.module_utils.aerie.serving import gpu_settings, launch_checks, server_flags, server_processes
+from ansible.module_utils.aerie.serving import gpu_settings, launch_checks, server_flags, server_processes, server_smoke
 from ansible.module_utils.aerie.serving.server_http import USELESS_ACCEPTANCE, Endpoint, ServerError, acceptance, wait_ready
 from ansible.module_utils.aerie.serving.service import Service, choose, last_lines
 from ansible.module_utils.aerie.serving.service_supervisor import Supervisor
@@ -272,6 +273,16 @@ def plan(host: Host, request: Request) -> Plan:
     problems += launch_checks.gpu_problems(request.name, gpus, line.values)
     environment = _environment(host.paths, request, release, arm_name, problems, chosen)
     warnings += [*chosen.warnings, *chosen.contradictions(parser, line.values, environment, line.origins)]
+    if speculation and draft and draft["config"] is not None:
+        facts = gpu_settings.read_model(Path(draft["path"]), draft["config"])
+        pair = f"arm {arm_name}: draft {draft_name}"
+        problems += launch_checks.draft_backend_problems(pair, line.values, facts.attention)
+        problems += launch_checks.draft_quantization_problems(pair, line.values, facts.quantization)
+    if speculation:
+        warnings += launch_checks.nextn_memory_warnings(
+            Version.parse(parser.version), str(speculation.get("algorithm") or "").upper(), environment
+        )
+        warnings += launch_checks.graph_batch_warnings(line.values, speculation.get("draft_tokens"))
     problems += launch_checks.port_problems(request.name, str(host.paths.root), listen, port, lambda: _pids(host.paths, request.name))
     raise_all(problems, f"instance {request.name} can't start on this host (nothing was touched)")
 
@@ -451,6 +462,7 @@ def _environment(
         ("Aerie", base),
         (f"profile {request.profile.get('name', '')}", profile),
         ("GPU settings", chosen.environment),
+        (str(nccl.path(paths.root)), _nccl(paths, problems)),
         ("sglang_server_environment", request.environment),
         (f"arm {arm_name}: options", chosen.option_environment),
         (f"arm {arm_name}", request.arm.get("environment") or {}),
@@ -486,6 +498,14 @@ def _environment(
         )
     own = {"AERIE_INSTANCE": request.name, "AERIE_ROOT": str(paths.root), "AERIE_PROFILE_DIR": str(directory / "profile")}
     return environment | own
+
+
+def _nccl(paths: HostPaths, problems: list[str]) -> dict[str, str]:
+    try:
+        return nccl.read(paths.root)
+    except AerieError as error:
+        problems.append(str(error))
+        return {}
 
 
 def is_running_as_planned(wanted: Plan) -> bool:
@@ -556,6 +576,8 @@ def start(wanted: Plan, ready_seconds: float, tell: Tell = _silent) -> dict[str,
             tell(f"{name}: generates after {seconds:.0f} s; looking at the draft's acceptance")
             accept_length, warning = _acceptance(wanted)
             warnings += [warning] if warning else []
+        tell(f"{name}: several requests at once, and a long one")
+        warnings += [f"instance {name}: {problem}" for problem in server_smoke.smoke(wanted.endpoint)]
         service.enable(name)
     except (AerieError, OSError) as error:
         lines = last_lines(log, 20, wanted.endpoint.api_key)

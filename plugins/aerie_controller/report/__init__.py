@@ -19,8 +19,13 @@ from ansible.module_utils.aerie.profiling import profile_table, trace_summary
 from ansible.module_utils.aerie.profiling.phases import PHASES
 from ansible.module_utils.aerie.words import listing
 
+from ..preflight import terminal as preflight_terminal
+from ..preflight.compare import Comparison
+from ..preflight.results import HostResult
+from ..preflight.rules import SEVERITIES
+
 DEFAULT_TITLE = "SGLang with and without EAGLE-3"
-TEMPLATE, PROFILE_TEMPLATE = "page.html.j2", "profile.html.j2"
+TEMPLATE, PROFILE_TEMPLATE, PREFLIGHT_TEMPLATE = "page.html.j2", "profile.html.j2", "preflight.html.j2"
 WIDE = 880
 """Width of a plot that has the page to itself."""
 
@@ -41,11 +46,12 @@ def _template(name: str) -> jinja2.Template:
         lstrip_blocks=True,
     )
     environment.filters.update(number=number, range=range_text, listing=listing, span=span, plain=plain, machine=machine, headline=headline)
+    environment.filters.update(shown=preflight_terminal.shown, reasons=preflight_terminal.reasons, probed=preflight_terminal.probed)
     return environment.get_template(name)
 
 
-def render(groups: Sequence[verdict.Group], title: str = DEFAULT_TITLE) -> str:
-    """Return the page; refuses where matplotlib is missing, saying what to install."""
+def render(groups: Sequence[verdict.Group], title: str = DEFAULT_TITLE, preflight: Sequence[HostResult] = ()) -> str:
+    """Return the page, with a section on the hosts where ``preflight`` knows them; refuses where matplotlib is missing."""
     plots, template = _plots(), _template(TEMPLATE)
     sections = [_section(plots, group, f"g{position}") for position, group in enumerate(groups, 1)]
     return (
@@ -59,9 +65,25 @@ def render(groups: Sequence[verdict.Group], title: str = DEFAULT_TITLE) -> str:
             ended=max((group.ended for group in groups if group.ended), default=None),
             parts=verdict.PARTS,
             confidence=round(100 * verdict.CONFIDENCE),
+            results=list(preflight),
+            comparisons=(),
         ).rstrip()
         + "\n"
     )
+
+
+def render_preflight(results: Sequence[HostResult], comparisons: Sequence[Comparison] = ()) -> str:
+    """Return the page of a preflight; it needs no matplotlib."""
+    found = {severity: sum(result.count(severity) for result in results) for severity in SEVERITIES}
+    said = [f"{count} {severity}{'' if count == 1 else 's'}" for severity, count in found.items() if count]
+    unreachable = sum(result.unreachable is not None for result in results)
+    said += [f"{unreachable} host{'' if unreachable == 1 else 's'} not asked"] if unreachable else []
+    headline = f"Preflight: {listing(said) if said else 'nothing found'}"
+    if comparisons:
+        headline = f"{comparisons[0].bad} compared with {comparisons[0].good}"
+    rules = max((len(result.findings) + len(result.ignored) + len(result.unjudged) + len(result.fine) for result in results), default=0)
+    template = _template(PREFLIGHT_TEMPLATE)
+    return template.render(results=list(results), comparisons=comparisons, headline=headline, rules=rules).rstrip() + "\n"
 
 
 def _section(plots: Any, group: verdict.Group, key: str) -> dict[str, Any]:

@@ -1,0 +1,151 @@
+# Copyright: Aerie contributors
+# GNU General Public License v3.0+ (see https://www.gnu.org/licenses/gpl-3.0.txt)
+"""Judges and reports a preflight on the controller: the work happens here, once for all hosts of a play, and no host is asked."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ansible.plugins.action import ActionBase
+from ansible.utils.display import Display
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from aerie_controller import report  # importing the package makes ansible.module_utils.aerie importable
+from aerie_controller.preflight import compare, results, rules, terminal
+
+# isort: split
+from ansible.module_utils.aerie.errors import AerieError
+from ansible.module_utils.aerie.files import write_atomic
+from ansible.module_utils.aerie.words import listing
+
+ARGUMENTS: dict[str, dict[str, Any]] = {
+    "hosts": {"type": "dict", "required": True},
+    "output": {"type": "path", "required": True},
+    "fail_on": {"type": "str", "choices": list(results.FAIL_ON), "default": rules.ERROR},
+    "ignore": {"type": "list", "elements": "raw", "default": []},
+    "compare": {"type": "list", "elements": "str", "default": []},
+    "rules": {"type": "path"},
+}
+PAGE, COMPARISON, COMPARISON_PAGE = "preflight.html", "comparison.json", "comparison.html"
+
+
+class ActionModule(ActionBase):
+    BYPASS_HOST_LOOP = True
+    _supports_check_mode = True
+    _requires_connection = False
+
+    def run(self, tmp: str | None = None, task_vars: dict[str, Any] | None = None) -> dict[str, Any]:
+        result = super().run(tmp, task_vars)
+        _, arguments = self.validate_argument_spec(argument_spec=ARGUMENTS)
+        try:
+            return result | self._report(Path(self._loader.path_dwim(arguments["output"])), arguments)
+        except AerieError as error:
+            return result | {"failed": True, "msg": str(error)}
+        except OSError as error:
+            return result | {"failed": True, "msg": f"the preflight can't be reported: {error.filename}: {error.strerror}"}
+
+    def _report(self, output: Path, arguments: dict[str, Any]) -> dict[str, Any]:
+        display = Display()
+        known = rules.load(Path(self._loader.path_dwim(arguments["rules"])) if arguments["rules"] else rules.RULES)
+        ignore = results.ignored(arguments["ignore"], known)
+        asked = [_examined(known, host, given, ignore) for host, given in arguments["hosts"].items()]
+        found = [one for one in asked if one is not None]
+        comparisons = self._compared(arguments["compare"], found, known, ignore, arguments["hosts"])
+        written: dict[Path, bytes] = {output / f"{one.host}.json": _json(one.as_dict()) for one in found}
+        page = output / (COMPARISON_PAGE if comparisons else PAGE)
+        written[page] = report.render_preflight(found, comparisons).encode()
+        if comparisons:
+            written[output / COMPARISON] = _json(comparisons[0].as_dict())
+        changed = any(_told(path) != _told(path, content) for path, content in written.items() if path.suffix == ".json")
+        said = "would be written" if self._task.check_mode else "written"
+        if not self._task.check_mode:
+            for path, content in written.items():
+                write_atomic(path, content)
+        table = terminal.render(found) if found else ""
+        compared = "".join(terminal.comparison(one) for one in comparisons)
+        display.display("\n" + "\n".join((*(text for text in (table, compared) if text), f"page ({said}): {page}\n")))
+        return {
+            "changed": changed,
+            "table": table,
+            "path": str(page),
+            "hosts": {one.host: _summary(one) for one in found},
+            "comparison": comparisons[0].as_dict() if comparisons else None,
+            "failing": {one.host: _why(one, arguments["fail_on"]) for one in found if one.fails(arguments["fail_on"])},
+        }
+
+    def _compared(
+        self, places: list[str], found: list[results.HostResult], known: Any, ignore: Mapping[str, str], hosts: Mapping[str, Any]
+    ) -> list[compare.Comparison]:
+        if not places:
+            return []
+        if len(places) != 2:
+            raise AerieError(
+                f"preflight_compare: needs two, the good one and the bad one: names of hosts, JSON files or recordings, got {places}"
+            )
+        want = next((given["want"] for given in hosts.values() if given.get("want")), {"profile": rules.PROFILES[0]})
+        by_name = {one.host: one for one in found}
+        pair = [by_name.get(place) or results.of_place(self._loader.path_dwim(place), known, want, ignore) for place in places]
+        for one in pair:
+            if one.unreachable is not None:
+                raise AerieError(f"preflight_compare: {one.host} could not be asked: {one.unreachable}")
+        return [compare.compare(*pair)]
+
+
+def _examined(known: Any, host: str, given: Mapping[str, Any], ignore: Mapping[str, str]) -> results.HostResult | None:
+    """Return what is wrong with one host; None where it was not to be asked."""
+    survey, want = dict(given.get("info") or {}), dict(given.get("want") or {})
+    if survey.get("skipped"):
+        return None
+    if survey.get("unreachable") or survey.get("failed") or "hostname" not in survey:
+        why = (
+            str(survey.get("msg") or "it dropped out of the run before it was surveyed")
+            .strip()
+            .splitlines()[0]
+            .removeprefix("Task failed: ")
+        )
+        return results.HostResult(host, profile=want.get("profile"), unreachable=why)
+    for key in ("changed", "failed", "recording", "warnings", "deprecations", "invocation"):
+        survey.pop(key, None)
+    probed = given.get("probes") or {}
+    if isinstance(probed.get("probes"), Mapping):
+        survey |= {"probes": probed["probes"], "healthy_after": probed.get("healthy_after")}
+    elif probed.get("failed"):
+        Display().warning(f"{host}: the active probes did not run: {probed.get('msg')}")
+    return results.examine(known, host, survey, want, ignore)
+
+
+def _summary(one: results.HostResult) -> dict[str, Any]:
+    counts = {severity: one.count(severity) for severity in rules.SEVERITIES}
+    ids = {severity: [finding.id for finding in one.findings if finding.severity == severity] for severity in rules.SEVERITIES}
+    return {"unreachable": one.unreachable, "counts": counts, "findings": ids, "unjudged": [rule.id for rule in one.unjudged]}
+
+
+def _why(one: results.HostResult, fail_on: str) -> str:
+    if one.unreachable is not None:
+        return f"{one.host} could not be asked: {one.unreachable}"
+    worse = rules.SEVERITIES[: rules.SEVERITIES.index(fail_on) + 1]
+    ids = [finding.id for finding in one.findings if finding.severity in worse]
+    return f"{one.host}: {listing(ids)}: what is wrong, why and what to do is told above (preflight_fail_on: {fail_on})"
+
+
+def _json(value: Any) -> bytes:
+    return (json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False, default=str) + "\n").encode()
+
+
+def _told(path: Path, content: bytes | None = None) -> Any:
+    """Return what a file says besides what moves by itself: the rules that fire, or what differs."""
+    try:
+        value = json.loads(content if content is not None else path.read_bytes())
+        if path.name == COMPARISON:
+            return value
+        return [
+            value["unreachable"] is not None,
+            [finding["id"] for finding in value["findings"]],
+            [one["id"] for one in value["unjudged"]],
+        ]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
