@@ -56,7 +56,7 @@ def playbook(*arguments: str | Path, variables: Mapping[str, Any] | None = None,
     report.unlink(missing_ok=True)
     environment = os.environ | {
         "ANSIBLE_CONFIG": str(PROJECT / "ansible.cfg"),
-        "ANSIBLE_CALLBACK_PLUGINS": str(PROJECT / "tests/callbacks"),
+        "ANSIBLE_CALLBACK_PLUGINS": f"{PROJECT / 'tests/callbacks'}{os.pathsep}{PROJECT / 'plugins/callback'}",
         "ANSIBLE_CALLBACKS_ENABLED": "count_module_calls",
         "ANSIBLE_NOCOLOR": "1",
         "AERIE_RUN_REPORT": str(report),

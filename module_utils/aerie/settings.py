@@ -8,30 +8,29 @@ from __future__ import annotations
 
 import posixpath
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ansible.module_utils.aerie.errors import AerieError
+from ansible.module_utils.aerie.host import tuning_settings
 from ansible.module_utils.aerie.measuring import datasets, experiment
-from ansible.module_utils.aerie.releases import versions
+from ansible.module_utils.aerie.releases import model_catalog, versions
 from ansible.module_utils.aerie.serving import gpu_settings, launch_checks, server_flags
 from ansible.module_utils.aerie.words import listing, near
 
 ARM_KEYS = ("description", "speculation", "flags", "environment", "options")
 INSTANCE_KEYS = ("arm", "model", "port", "host", "gpus", "flags", "environment", "description")
-MODEL_KEYS = ("path", "source", "weights")
-MODEL_SOURCES = ("host", "controller")
 SHORTEST_LEASE_SECONDS = 60
 
 
 @dataclass(frozen=True)
 class Project:
     """What lies in the project's directories: patch sets by name, experiments by name with their content, ``versions.yml``, and the
-    names of the options that arms may ask for, by profile.
+    names of the options that arms may ask for, by profile, and the profiles of host tuning.
 
-    Paths in experiments are relative to ``root``.
+    Paths in experiments are relative to ``root``. ``resolve_revision`` gives, for a host's settings, what tells the commit of a branch.
     """
 
     patch_sets: Collection[str] = ()
@@ -39,6 +38,8 @@ class Project:
     versions: Mapping[str, Any] | None = None
     root: Path = Path()
     options: Mapping[str, Collection[str]] = field(default_factory=dict)
+    tuning: Mapping[str, Any] = field(default_factory=dict)
+    resolve_revision: Callable[[Mapping[str, Any]], model_catalog.Resolve] | None = None
 
 
 def check(settings: Mapping[str, Any], project: Project) -> list[str]:
@@ -54,7 +55,9 @@ def check(settings: Mapping[str, Any], project: Project) -> list[str]:
         check_root(settings.get("aerie_root")),
         check_results(settings.get("aerie_results")),
         check_lease(settings.get("aerie_lease_seconds")),
-        check_catalog(catalog),
+        check_catalog(catalog, project.resolve_revision(settings) if project.resolve_revision else None),
+        check_model_transfers(settings),
+        check_tuning(settings, project.tuning),
         check_flags("sglang_server_flags", settings.get("sglang_server_flags")),
         check_environment("sglang_server_environment", settings.get("sglang_server_environment")),
         check_arms(arms, catalog, project.options.get(str(settings.get("aerie_profile")), ())),
@@ -97,21 +100,24 @@ def check_lease(seconds: Any) -> Iterator[str]:
         yield f"aerie_lease_seconds is {seconds}: another run could take the host over within a step: set {SHORTEST_LEASE_SECONDS} or more"
 
 
-def check_catalog(catalog: Mapping[str, Any]) -> Iterator[str]:
-    """Each model has a path, and says whose."""
-    for name, model in catalog.items():
-        where = f"sglang_models_catalog.{name}"
-        if not isinstance(model, Mapping):
-            yield f"{where} is {model!r}: it must be a mapping with {listing(MODEL_KEYS)}"
-            continue
-        yield from _keys(where, model, MODEL_KEYS, required=("path", "source"))
-        path, source = model.get("path"), model.get("source")
-        if source is not None and source not in MODEL_SOURCES:
-            yield f"{where}.source is {source!r}: it must be {listing(MODEL_SOURCES, last='or')}{near(str(source), MODEL_SOURCES)}"
-        if isinstance(path, str) and not path.startswith("/"):
-            yield f"{where}.path is {path!r}: it must be an absolute path"
-        elif path is not None and not isinstance(path, str):
-            yield f"{where}.path is {path!r}: it must be a path"
+def check_catalog(catalog: Mapping[str, Any], resolve: model_catalog.Resolve | None = None) -> Iterator[str]:
+    """Each model has a source, and what that needs."""
+    yield from (f"sglang_models_catalog.{problem}" for problem in model_catalog.problems(catalog, resolve))
+
+
+def check_model_transfers(settings: Mapping[str, Any]) -> Iterator[str]:
+    """A hub is an address of the web, and a bound on rsync lets something through."""
+    endpoint, bandwidth = settings.get("sglang_models_hub_endpoint"), settings.get("sglang_models_bandwidth_mib")
+    if isinstance(endpoint, str) and not re.fullmatch(r"https?://[^\s/]+(/[^\s]*)?", endpoint):
+        yield f"sglang_models_hub_endpoint is {endpoint!r}: it must be a URL, such as https://hub.example.org"
+    if isinstance(bandwidth, int | float) and bandwidth <= 0:
+        yield f"sglang_models_bandwidth_mib is {bandwidth}: it must be more than 0, or null for no bound"
+
+
+def check_tuning(settings: Mapping[str, Any], table: Mapping[str, Any]) -> list[str]:
+    """The host's tuning is one that could be, on some host; whether on this one, its survey says."""
+    profiles, own = settings.get("host_tuning_profiles"), settings.get("host_tuning_settings")
+    return tuning_settings.check(profiles if isinstance(profiles, list) else [], table, own if isinstance(own, Mapping) else {})
 
 
 def check_arms(arms: Mapping[str, Any], catalog: Collection[str], options: Collection[str] = ()) -> Iterator[str]:

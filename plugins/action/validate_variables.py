@@ -70,6 +70,7 @@ class ActionModule(ActionBase):
         return {name: value for path in files if path.exists() for name, value in self._load(path, trusted=True).items()}
 
     def _project(self, project: Path) -> Any:
+        from ansible.module_utils.aerie.releases import model_hub
         from ansible.module_utils.aerie.settings import Project
 
         versions = project / "versions.yml"
@@ -79,6 +80,8 @@ class ActionModule(ActionBase):
             versions=self._load(versions) if versions.exists() else None,
             root=project,
             options={path.parent.name: list(self._load(path).get("options") or {}) for path in project.glob("profiles/*/gpu_settings.yml")},
+            tuning=self._load(project / "tuning/profiles.yml").get("profiles", {}) if (project / "tuning/profiles.yml").exists() else {},
+            resolve_revision=model_hub.resolver,
         )
 
 

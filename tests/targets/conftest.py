@@ -1,4 +1,7 @@
-"""Two booted hosts, and the wheels that they install, served from the controller's address on their network."""
+"""Booted hosts, and what they install, served from the controller's address on their network: wheels and fake CUDA packages.
+
+`AERIE_TARGETS_HOSTS=gpu4,gpu5` uses hosts that run already (`booted_hosts.py up 6`) instead of booting and powering off a set of its own.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -17,11 +21,17 @@ from typing import Any
 import pytest
 import yaml
 
-from booted_hosts import CONTROLLER, USER, BootedHosts, Host
+sys.path.append(str(Path(__file__).parent / "fakes"))
+import host as fake_host
+import repository
+import scenarios
+
+from booted_hosts import CONTROLLER, NETWORK, POWEROFF_SECONDS, USER, BootedHosts, Host
 from runs import PROCESSES_OF, PROJECT, playbook
 
 CACHE = PROJECT / ".cache"
 ROOT_ON_HOSTS = Path("/opt/aerie")
+HOSTS = 16  # the deployment's two, ten of a fleet, and some for each role's own tests
 
 
 @dataclass(frozen=True)
@@ -75,17 +85,111 @@ class QuietHandler(SimpleHTTPRequestHandler):
         pass
 
 
+@dataclass
+class Pool:
+    """Hosts that run, handed out once each, so that no test finds what another one left."""
+
+    fleet: BootedHosts
+    free: list[Host]
+
+    def power_off(self, host: Host) -> Host:
+        """The host, off and out of reach."""
+        self.fleet.ssh(host, "systemctl poweroff")
+        deadline = time.monotonic() + POWEROFF_SECONDS
+        while self.fleet.ssh(host, "true").returncode == 0:
+            assert time.monotonic() < deadline, f"{host.name} did not power off"
+            time.sleep(0.2)
+        return host
+
+    def nowhere(self, name: str) -> Host:
+        """A host at an address where nobody is."""
+        return Host(name, str(NETWORK[254]), self.fleet.state / name)
+
+    def take(self, count: int, least: int | None = None) -> list[Host]:
+        """The next `count` hosts; fewer, though `least`, where hosts that run already were named and are not enough."""
+        if len(self.free) < (least or count):
+            pytest.fail(f"{count} more test hosts are needed and {len(self.free)} are left: raise HOSTS in tests/targets/conftest.py")
+        taken, self.free = self.free[:count], self.free[count:]
+        return taken
+
+
 @pytest.fixture(scope="session")
-def booted() -> Iterator[tuple[BootedHosts, list[Host]]]:
+def pool() -> Iterator[Pool]:
     """The hosts themselves. A machine that can't boot them fails the tests and says why: nothing is skipped."""
     fleet = BootedHosts(Path(os.environ.get("AERIE_TARGETS", CACHE / "targets")))
-    hosts = fleet.up(2, owner=os.getpid())
-    yield fleet, hosts
+    if named := os.environ.get("AERIE_TARGETS_HOSTS"):
+        yield Pool(fleet, [fleet.host(int(name.removeprefix("gpu"))) for name in named.split(",")])
+        return
+    hosts = fleet.up(HOSTS, owner=os.getpid())
+    yield Pool(fleet, hosts)
     fleet.down()
 
 
 @pytest.fixture(scope="session")
-def wheels(booted: tuple[BootedHosts, list[Host]]) -> Iterator[str]:
+def booted(pool: Pool) -> tuple[BootedHosts, list[Host]]:
+    """The two hosts of a deployment, gpu1 and gpu2."""
+    return pool.fleet, pool.take(2)
+
+
+@dataclass(frozen=True)
+class CudaRepository:
+    """A signed repository of fake packages, served to the hosts; how is told at the head of fakes/repository.py."""
+
+    fleet: BootedHosts
+    url: str
+    directory: Path
+    fingerprints: dict[str, str]
+
+    @property
+    def variables(self) -> dict[str, Any]:
+        """What an inventory says to use it."""
+        return {
+            "nvidia_cuda_repository_url": f"{self.url}cuda/",
+            "nvidia_cuda_repository_key_url": f"{self.url}cuda/fake-cuda.asc",
+            "nvidia_cuda_repository_key_fingerprint": self.fingerprints["cuda"],
+        }
+
+    def make_bare(self, host: Host, scenario: str = "workstation", gpus: int | None = None) -> None:
+        """Make the host look like a GPU host that has no package of NVIDIA's yet."""
+        key = (self.directory / "system/fake-system.asc").read_text()
+        fake_host.prepare(self.fleet.ssh_config, host.address, self.url, key, scenarios.named(scenario, gpus))
+
+
+@pytest.fixture(scope="session")
+def cuda_repository(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[CudaRepository]:
+    directory = tmp_path_factory.mktemp("repository")
+    fingerprints = repository.make(directory)
+    server = repository.server(directory)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield CudaRepository(pool.fleet, f"http://{CONTROLLER}:{server.server_port}/", directory, fingerprints)
+    server.shutdown()
+
+
+@pytest.fixture(scope="session")
+def inventory_of(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Write an inventory of some hosts with the variables given; every second host is logged in to as a user who becomes root by sudo."""
+
+    def write(hosts: list[Host], variables: dict[str, Any], of_hosts: dict[str, dict[str, Any]] | None = None) -> Path:
+        logins = [{"ansible_user": "root"}, {"ansible_user": USER, "ansible_become": True}]
+        addressed = {
+            host.name: {"ansible_host": host.address} | logins[number % 2] | (of_hosts or {}).get(host.name, {})
+            for number, host in enumerate(hosts)
+        }
+        common = {
+            "ansible_ssh_common_args": f"-F '{pool.fleet.ssh_config}'",
+            "ansible_python_interpreter": "/usr/bin/python3",
+            "aerie_root": str(ROOT_ON_HOSTS),
+        }
+        path = tmp_path_factory.mktemp("inventory") / "hosts.yml"
+        content = {"gpu_hosts": {"hosts": addressed, "vars": common | variables}}
+        path.write_text(yaml.safe_dump(content, sort_keys=False))  # the order of hosts is that of a run
+        return path
+
+    return write
+
+
+@pytest.fixture(scope="session")
+def wheels(pool: Pool) -> Iterator[str]:
     """URL of a page of all wheels that a host needs, reachable from the hosts."""
     directory = CACHE / "wheels"
     download_wheels(directory)

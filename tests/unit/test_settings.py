@@ -75,13 +75,13 @@ def test_settings_of_roles_that_are_not_there_are_not_missed():
         ("aerie_results", "results", "aerie_results is 'results': it must be an absolute path"),
         ("aerie_lease_seconds", 5, "aerie_lease_seconds is 5"),
         ("sglang_models_catalog/target/sourc", "host", "sglang_models_catalog.target.sourc: no such setting; did you mean 'source'?"),
-        ("sglang_models_catalog/target/source", "hosts", "source is 'hosts': it must be host or controller; did you mean 'host'?"),
+        ("sglang_models_catalog/target/source", "hosts", "'hosts': it must be host, controller, rsync or hub; did you mean 'host'?"),
         ("sglang_models_catalog/target/source", None, "sglang_models_catalog.target.source is missing"),
         ("sglang_models_catalog/target/path", "models/t", "path is 'models/t': it must be an absolute path"),
         (
             "sglang_models_catalog/target",
             "/m/t",
-            "sglang_models_catalog.target is '/m/t': it must be a mapping with path, source and weights",
+            "sglang_models_catalog.target is '/m/t': it must be a mapping with source (host, controller, rsync or hub)",
         ),
         ("sglang_server_arms/eagle3/flag", {}, "sglang_server_arms.eagle3.flag: no such setting; did you mean 'flags'?"),
         (
