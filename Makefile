@@ -95,7 +95,7 @@ test-e2e: .venv/.dev ## whole runs on this machine (make test leaves the longest
 	$(pytest) tests/e2e --long
 
 .PHONY: test-targets
-test-targets: .venv/.dev ## whole runs on two booted hosts over SSH; needs root
+test-targets: .venv/.dev ## whole runs on booted hosts over SSH; needs root
 	$(pytest) tests/targets
 
 .PHONY: lock

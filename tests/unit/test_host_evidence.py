@@ -325,3 +325,12 @@ def test_a_real_host_is_read_whole():
     assert (info["pci"]["source"], info["pci"]["gpu_links"][0]["gpu"], info["pci"]["gpu_links"][0]["link"]["width"]) == ("sysfs", 0, 16)
     assert (info["driver"]["module"], info["driver"]["loaded_version"], info["tools"]["nvcc"]["version"]) == ("open", "580.159.04", "13.0")
     assert info["nccl"]["system_version"] == "2.28.3"
+
+
+def test_a_real_host_with_two_gpus_is_read_whole_from_what_the_project_recorded_there():
+    info = survey(open_host(HOSTS / "h200-x2"), Question())
+    assert [(gpu["name"], gpu["pcie"]["generation"], gpu["pcie"]["width"]) for gpu in info["gpus"]] == [("NVIDIA H200", 5, 16)] * 2
+    assert (info["topology"]["links"], info["topology"]["p2p_read"]) == ({"0-1": "NV18"}, {"0-1": "OK"})
+    assert len({gpu["uuid"] for gpu in info["gpus"]}) == 2
+    assert [link["gpu"] for link in info["pci"]["gpu_links"]] == [0, 1]
+    assert [file["path"] for file in info["nccl"]["configs"]] == ["/etc/nccl.conf", "/home/ops/.nccl.conf"]

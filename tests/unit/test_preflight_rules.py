@@ -167,6 +167,13 @@ def test_a_recorded_sick_host_is_found_out_and_nothing_else_is_said_of_it(name):
     assert found - alike == SICK[name]
 
 
+def test_a_real_host_with_two_gpus_has_what_was_really_found_there_and_no_error():
+    judgement = judged(recorded("h200-x2"), instances={}, models={})
+    assert fired(judgement, rules.ERROR) == set()
+    assert fired(judgement, rules.WARNING) == {"nccl-conf-of-the-system"}
+    assert {"uvm-hmm", "in-a-container", "caches-not-keyed"} <= fired(judgement, rules.NOTE)
+
+
 @pytest.mark.parametrize("rule", MADE)
 def test_a_rule_finds_its_sickness(rule):
     info, want = MADE[rule]
@@ -177,7 +184,7 @@ def test_a_rule_finds_its_sickness(rule):
 def test_every_rule_fires_on_some_sick_host_and_every_recording_is_used():
     covered = set(MADE).union(*SICK.values())
     assert set(IDS) == covered
-    based = {path.name for path in HOSTS.iterdir() if path.is_dir()} - {HEALTHY, "h200", "container", "driver-without-module"}
+    based = {path.name for path in HOSTS.iterdir() if path.is_dir()} - {HEALTHY, "h200", "h200-x2", "container", "driver-without-module"}
     assert based - set(SICK) == set()
 
 
@@ -312,7 +319,7 @@ def paths_of(value: Any, path: str = "info") -> set[str]:
 
 
 def test_the_shape_that_rules_are_checked_against_is_the_survey_s():
-    for name in (HEALTHY, "h200", "bare", "nccl-conf-stale", "gpu-memory-held", "caches-stale"):
+    for name in (HEALTHY, "h200", "h200-x2", "bare", "nccl-conf-stale", "gpu-memory-held", "caches-stale"):
         assert sorted(set(missing(schema.INFO, recorded(name)))) == []
     there: set[str] = set()
     for name in SICK:
