@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import json
 from pathlib import Path
 from typing import Any
 
@@ -142,9 +143,17 @@ MADE = {
     "empty-gpu-list": (recorded(HEALTHY), {"environment": {"CUDA_VISIBLE_DEVICES": ""}}),
     "probe-kernels": (probe("kernels", "failed"), {}),
     "probe-all-reduce": (probe("all_reduce", "timeout"), {}),
+    "probe-own-all-reduce-slow": (
+        probe(
+            "all_reduce",
+            custom=[{"ranks": 2, "sizes": [{"bytes": 8192, "latency_us": {"median": 145.0}}]}],
+            runs=[{"ranks": 2, "graph": {"bytes": 8192, "latency_us": {"median": 9.7}}}],
+        ),
+        {},
+    ),
     "probe-p2p": (probe("p2p", "failed"), {}),
     "probe-p2p-slow": (probe("p2p", pairs={"0-1": PAIR | {"both_gb_s": {"median": 50.2}}}), {}),
-    "probe-p2p-latency": (probe("p2p", pairs={"0-1": PAIR | {"load_latency_us": {"median": 14.2}}}), {}),
+    "probe-p2p-latency": (probe("p2p", pairs={"0-1": PAIR | {"load_latency_us": 14.2}}), {}),
     "probe-link": (probe("link", "failed"), {}),
     "probe-link-below-best": (probe("link", gpus={"0": {"generation": 4, "generation_max": 5, "width": 16, "width_max": 16}}), {}),
     "probe-wedge": (probe("wedge", "failed"), {}),
@@ -172,6 +181,14 @@ def test_a_real_host_with_two_gpus_has_what_was_really_found_there_and_no_error(
     assert fired(judgement, rules.ERROR) == set()
     assert fired(judgement, rules.WARNING) == {"nccl-conf-of-the-system"}
     assert {"uvm-hmm", "in-a-container", "caches-not-keyed"} <= fired(judgement, rules.NOTE)
+
+
+def test_what_the_probes_gave_on_a_real_host_with_two_gpus_is_judged_and_is_well():
+    probed = json.loads((HOSTS.parent / "probes/h200-x2.json").read_text())
+    judgement = judged(recorded("h200-x2") | probed, instances={}, models={})
+    about = {one for one in IDS if one.startswith("probe-")}
+    assert [one.id for one in judgement.unjudged if one.id in about] == []
+    assert about & fired(judgement) == set()
 
 
 @pytest.mark.parametrize("rule", MADE)
