@@ -54,6 +54,9 @@ class ActionModule(ActionBase):
             checked = ArgumentSpecValidator(dict(options)).validate(own, validate_role_argument_spec=True)
             problems += [f"role {role}: {message}" for message in checked.error_messages]
             values |= own | {name: checked.validated_parameters[name] for name in own if not checked.error_messages}
+        if given.get("__aerie_only_looks") and not values.get("sglang_models_catalog"):
+            # A host that nothing is said of but its name serves nothing yet: the defaults' instance and arms would want models.
+            values |= {name: {} for name in ("sglang_server_arms", "sglang_server_instances") if name not in given}
         try:
             problems += settings.check(values, self._project(project))
             raise_all(problems, f"{given.get('inventory_hostname', 'this host')}: {HEADING}")

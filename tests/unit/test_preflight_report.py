@@ -274,3 +274,14 @@ def test_two_hosts_are_compared_and_a_rehearsal_writes_nothing(tmp_path, preflig
     assert "gpu-off-the-bus" not in said, "a host that isn't compared is not asked"
     assert "page (would be written)" in said
     assert not (tmp_path / "results").exists()
+
+
+def test_a_host_that_no_inventory_knows_needs_no_settings(tmp_path):
+    asked = {"ansible_python_interpreter": sys.executable, "preflight_root": str(HOSTS / "bar1-256-mib"), "aerie_results": str(tmp_path)}
+    command = [str(Path(sys.executable).parent / "ansible-playbook"), "-i", "gpu-7,", "--connection", "local", "-e", json.dumps(asked)]
+    environment = {**os.environ, "ANSIBLE_CONFIG": str(PROJECT / "ansible.cfg"), "LC_ALL": "C.UTF-8", "ANSIBLE_NOCOLOR": "1"}
+    command.append(str(PROJECT / "playbooks/preflight.yml"))
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "ERROR  bar1-small" in done.stdout
+    assert json.loads((tmp_path / "preflight/gpu-7.json").read_text())["counts"]["error"] == 1
