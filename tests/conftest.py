@@ -10,8 +10,12 @@ import pytest
 
 TESTS = Path(__file__).parent
 sys.path[:0] = [str(TESTS), str(TESTS / "targets")]
-TOGETHER = {"e2e", "targets"}
-"""Directories whose tests share a host, so that one worker runs them one after the other."""
+TOGETHER = {
+    "the demo's host": ("e2e/test_adopted.py", "e2e/test_demo.py", "e2e/test_profile.py", "e2e/test_refused_input.py"),
+    "booted hosts": ("targets/",),
+    "hosts of their own on this machine": ("e2e/",),
+}
+"""Tests that share a host, so that one worker runs them one after the other; in this order, the longest first."""
 
 not_run: dict[str, list[str]] = {}
 counted: dict[str, int] = {}
@@ -23,15 +27,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--long", action="store_true", help="whole runs that a test run leaves out otherwise, too")
 
 
+def shared(file: str) -> str | None:
+    """Return what host the tests of a file, relative to this directory, share with others."""
+    return next((host for host, files in TOGETHER.items() if file.startswith(files)), None)
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Files stay whole, and so do directories whose tests share a host. (Its own marks for that don't work with this pytest.)"""
+    """Files stay whole, and so do those that share a host. (Its own marks for that don't work with this pytest.)"""
     from xdist.scheduler import LoadScopeScheduling
 
     class Together(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.partition("::")[0]
-            return next((part for part in Path(file).parts if part in TOGETHER), file)
+            return shared(file.removeprefix("tests/")) or file
 
     return Together(config, log)
 
@@ -46,7 +55,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if not item.get_closest_marker("long")]
     if config.getoption("numprocesses", None) or hasattr(config, "workerinput"):
-        items.sort(key=lambda item: item.path.relative_to(TESTS).parts[0] not in TOGETHER)  # the longest begin first
+        places = {host: place for place, host in enumerate(TOGETHER)}
+        items.sort(key=lambda item: places.get(shared(str(item.path.relative_to(TESTS))) or "", len(places)))
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -25,6 +26,23 @@ class Demo:
 
     def run(self, *arguments: str, **more: Any) -> Run:
         return playbook(*arguments, variables=self.variables | more, scratch=self.scratch)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def environments(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """All hosts of these tests share their environments: whichever worker comes first makes what is missing, and the others wait."""
+    HOST_OF_TESTS.mkdir(parents=True, exist_ok=True)
+    with HOST_OF_TESTS.with_name("environments.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not list(HOST_OF_TESTS.glob("environments/cpu-*/bin/python")):
+            variables = {"aerie_root": str(HOST_OF_TESTS), "aerie_results": str(HOST_OF_TESTS.with_name("results"))}
+            playbook("playbooks/install.yml", variables=variables, scratch=tmp_path_factory.mktemp("runs")).require_success()
+
+
+@pytest.fixture(scope="session")
+def torch_python() -> Path:
+    """A Python with SGLang's torch, for what needs no server."""
+    return max(HOST_OF_TESTS.glob("environments/cpu-*/bin/python"))
 
 
 @pytest.fixture(scope="session")

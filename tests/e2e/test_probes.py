@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from runs import HOST_OF_TESTS, playbook, processes_of
+from runs import playbook, processes_of
 
 # Python imports this at its start, where it is on PYTHONPATH: it makes one rank do what it should not.
 FAULTS = {
@@ -38,16 +38,6 @@ FAULTS = {
     """,
 }
 BROKEN_KERNEL = 'raise ImportError("libnvrtc.so.12: cannot open shared object file: No such file or directory")\n'
-
-
-@pytest.fixture(scope="session")
-def torch_python(request: pytest.FixtureRequest) -> Path:
-    """The Python of the demo's environment, which is made where an earlier run of the tests has not left one."""
-    there = sorted(HOST_OF_TESTS.glob("environments/cpu-*/bin/python"))
-    if not there:
-        request.getfixturevalue("deployed")
-        there = sorted(HOST_OF_TESTS.glob("environments/cpu-*/bin/python"))
-    return there[-1]
 
 
 Probe = Callable[..., dict[str, Any]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import socket
 import time
@@ -95,7 +96,7 @@ def test_a_draft_that_does_not_fit_its_target_is_refused(refused, tmp_path):
 def test_a_port_in_use_is_refused_with_who_has_it(refused):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        refused({"sglang_server_instances": instance(port=port)}, f"port {port}", "pytest")
+        refused({"sglang_server_instances": instance(port=port)}, f"port {port}", f"process {os.getpid()}")
 
 
 def test_a_file_that_is_neither_the_wheels_nor_ours_is_refused_with_its_difference(deployed, refused, demo):

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from runs import HOST_OF_TESTS, PROJECT, Run, free_port, playbook
+from runs import PROJECT, Run, free_port, playbook
 
 # gloo on the processor knows nothing of NCCL's variables: the program's own ones for tests make sets slow, or hang.
 SPACE = {"dimensions": {"AERIE_NCCL_TEST_UNDELAYED": [None, "1"], "AERIE_NCCL_TEST_HANG": [None, "1"]}}
@@ -33,18 +33,6 @@ with micro.Program.open(bench, Path(sys.argv[3])) as program:
     for environment in json.loads(sys.argv[5]):
         print(json.dumps(program.measure(environment, 1)), flush=True)
 """
-
-
-@pytest.fixture(scope="module")
-def torch_python(request: pytest.FixtureRequest) -> Path:
-    """The Python of an environment that an earlier deployment made, else of one made now."""
-
-    def found() -> list[Path]:
-        return sorted(HOST_OF_TESTS.glob("environments/cpu-*/bin/python"))
-
-    if not found():
-        request.getfixturevalue("deployed")
-    return found()[-1]
 
 
 def measure(python: Path, scratch: Path, seconds: float, *environments: dict[str, str]) -> subprocess.Popen[str]:
