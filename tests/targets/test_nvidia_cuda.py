@@ -433,7 +433,7 @@ def test_a_package_that_was_unpacked_without_what_it_needs_is_repaired(site, bar
     assert done["repaired"] == {"cuda-toolkit-13-0": "unpacked, not configured"}
     assert {"cuda-toolkit-13-0", "cuda-nvcc-13-0", "nvidia-open"} <= set(site.versions(site.bare))
     again = site.plan(site.bare, driver_version="580")
-    assert again["changed"] is False, again
+    assert again["changed"] is False, (again["units"], again["held"], again["complete"], again["diff"])
     site.plan(site.bare, absent=True, apply=True)
     assert site.tree(site.bare) == bare_tree
 

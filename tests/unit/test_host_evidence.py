@@ -333,4 +333,4 @@ def test_a_real_host_with_two_gpus_is_read_whole_from_what_the_project_recorded_
     assert (info["topology"]["links"], info["topology"]["p2p_read"]) == ({"0-1": "NV18"}, {"0-1": "OK"})
     assert len({gpu["uuid"] for gpu in info["gpus"]}) == 2
     assert [link["gpu"] for link in info["pci"]["gpu_links"]] == [0, 1]
-    assert [file["path"] for file in info["nccl"]["configs"]] == ["/etc/nccl.conf", "/home/ops/.nccl.conf"]
+    assert [file["path"] for file in info["nccl"]["configs"]] == ["/etc/nccl.conf", "/home/user1/.nccl.conf"]
