@@ -147,8 +147,8 @@ class Site:
 
 
 @pytest.fixture(scope="module")
-def site(booted: tuple[BootedHosts, list[Host]], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    fleet, hosts = booted
+def site(pool: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    fleet, hosts = pool.fleet, pool.take(2)
     directory = tmp_path_factory.mktemp("cuda")
     (directory / "answers").mkdir()
     keys = repository.make(directory / "repository")
