@@ -566,14 +566,21 @@ def plan_units(made: Plan) -> None:
 
 
 def unit_state(unit: str) -> dict[str, str]:
-    """Return UnitFileState and ActiveState of a unit; empty values where systemd does not run."""
-    argv = ("systemctl", "show", "--property=UnitFileState,ActiveState", unit)
-    try:
-        done = subprocess.run(argv, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
-    except FileNotFoundError:
-        return {"UnitFileState": "", "ActiveState": ""}
-    values = dict(line.partition("=")[::2] for line in done.stdout.splitlines())
-    return {name: values.get(name, "") for name in ("UnitFileState", "ActiveState")}
+    """Return UnitFileState and ActiveState of a unit; empty values where systemd does not run, or the unit is not there.
+
+    Whether it is enabled is asked of the files: what the manager remembers can be of a unit that a package took away meanwhile.
+    """
+
+    def said(*argv: str) -> str:
+        try:
+            return subprocess.run(argv, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False).stdout.strip()
+        except FileNotFoundError:
+            return ""
+
+    return {
+        "UnitFileState": said("systemctl", "is-enabled", unit),
+        "ActiveState": said("systemctl", "show", "--property=ActiveState", "--value", unit),
+    }
 
 
 def plan_removal(request: Request) -> Plan:
