@@ -20,6 +20,7 @@ seconds=${AERIE_PROBE_SECONDS:-120}
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
 
+# nvidia-smi's words are kept for people; whether the GPUs work is for the probes to say.
 if command -v nvidia-smi >/dev/null; then
   nvidia-smi >"$out/nvidia-smi-before.txt" || true
   nvidia-smi topo -m >"$out/topology.txt" || true

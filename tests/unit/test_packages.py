@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -347,3 +348,20 @@ def test_a_container_keeps_its_driver_unless_it_is_no_container():
         for wish in ("auto", "false")
     }
     assert managed == {(None, "auto"): True, (None, "false"): False, ("docker", "auto"): False, ("docker", "false"): False}
+
+
+def test_whether_a_unit_is_enabled_is_asked_of_the_files_and_not_of_what_the_manager_remembers(tmp_path, monkeypatch):
+    systemctl = tmp_path / "systemctl"
+    systemctl.write_text(
+        "#!/bin/sh\n"
+        'case "$1 $2" in\n'
+        "is-enabled*) echo enabled ;;\n"
+        '"show --property=ActiveState") echo active ;;\n'
+        "*) printf 'UnitFileState=disabled\\nActiveState=active\\n' ;;\n"
+        "esac\n"
+    )
+    systemctl.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    assert packages.unit_state("nvidia-persistenced.service") == {"UnitFileState": "enabled", "ActiveState": "active"}
+    monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
+    assert packages.unit_state("nvidia-persistenced.service") == {"UnitFileState": "", "ActiveState": ""}

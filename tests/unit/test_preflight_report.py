@@ -285,3 +285,12 @@ def test_a_host_that_no_inventory_knows_needs_no_settings(tmp_path):
     assert done.returncode == 2, done.stdout + done.stderr
     assert "ERROR  bar1-small" in done.stdout
     assert json.loads((tmp_path / "preflight/gpu-7.json").read_text())["counts"]["error"] == 1
+
+
+def test_probes_that_were_asked_for_and_could_not_run_fail_the_host_after_everything_was_told(preflight):
+    status, said = preflight(hosts={"good": HEALTHY}, preflight_active=True, preflight_probe_seconds=0)
+    assert status == 2, said
+    assert said.count("\nPreflight\n") == 1
+    assert "good: the active probes did not run: " in said.partition("\nPreflight\n")[2]
+    status, said = preflight(hosts={"good": HEALTHY}, preflight_active=True, preflight_probe_seconds=0, preflight_fail_on="never")
+    assert status == 0, said
