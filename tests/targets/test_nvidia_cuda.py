@@ -1,6 +1,6 @@
 """nvidia_cuda brings exactly what was asked for, moves nothing else, holds it, and leaves no trace when it goes.
 
-`gpu1` is a bare GPU host of fakes (tests/targets/fakes), `gpu2` a container of an Ubuntu 24.04. Each test goes on from the state that
+One is a bare GPU host of fakes (tests/targets/fakes), the other a container of an Ubuntu 24.04. Each test goes on from the state that
 the one before left, as a host's life does.
 """
 
@@ -259,10 +259,10 @@ def chosen(versions: dict[str, str]) -> dict[str, str | None]:
 
 
 def test_a_check_of_a_bare_host_foretells_every_package_and_writes_nothing(foretold, site, bare_tree):
-    moves = {move["name"]: move["after"] for move in foretold["gpu1"]["moves"]}
+    moves = {move["name"]: move["after"] for move in foretold[site.bare.name]["moves"]}
     assert chosen(moves) == OLD
     assert {"cuda-nvcc-13-0", "nvidia-kernel-open-dkms", f"linux-headers-{repository.HEADERS}"} <= set(moves)
-    assert foretold["gpu1"]["complete"] is True
+    assert foretold[site.bare.name]["complete"] is True
     assert site.tree(site.bare) == bare_tree
 
 
@@ -296,7 +296,7 @@ def test_a_version_that_nobody_offers_is_refused_with_those_that_are(site, bare_
 def test_what_is_installed_is_what_was_foretold(installed, foretold, site, bare_versions):
     after = site.versions(site.bare)
     moved = {name: version for name, version in after.items() if bare_versions.get(name) != version}
-    assert moved == {move["name"]: move["after"] for move in foretold["gpu1"]["moves"]}
+    assert moved == {move["name"]: move["after"] for move in foretold[site.bare.name]["moves"]}
     assert chosen(after) == OLD
 
 
@@ -316,10 +316,10 @@ def test_a_driver_that_is_not_loaded_yet_asks_for_a_boot(installed, site):
     assert (answer["reboot_required"], answer["driver"]["loaded"], answer["driver"]["installed"]) == (True, None, "580.95.05")
 
 
-def test_a_second_run_changes_nothing_with_few_calls(installed, run):
+def test_a_second_run_changes_nothing_with_few_calls(installed, site, run):
     again = run().require_success()
     assert [numbers["changed"] for numbers in again.stats.values()] == [0, 0]
-    for host in ("gpu1", "gpu2"):
+    for host in (site.bare.name, site.container.name):
         assert again.calls[host].count("nvidia_packages") == 1
         assert len(again.calls[host]) <= MODULE_CALLS, again.calls[host]
 
@@ -378,7 +378,7 @@ def test_a_half_installed_package_is_repaired(upgraded, site, run):
     refused = site.plan(site.bare, apply=True)["refused"]
     assert "cuda-nvcc-13-0: fails as /etc/fake-host/fail says" in refused
     site.on(site.bare, "rm -r /etc/fake-host")
-    run("--limit", "gpu1", variables={f"nvidia_cuda_{name}_version": None for name in chosen({})}).require_success()
+    run("--limit", site.bare.name, variables={f"nvidia_cuda_{name}_version": None for name in chosen({})}).require_success()
     assert chosen(site.versions(site.bare)) == NEW
     assert site.answer(site.bare)["repaired"] == {"cuda-nvcc-13-0": "half-configured"}
     assert "cuda-nvcc-13-0" in site.held(site.bare)
@@ -394,7 +394,7 @@ def test_a_container_gets_no_kernel_module_headers_or_daemon(upgraded, foretold,
     answer = site.answer(site.container)
     assert answer["driver"] == {"managed": False, "loaded": "580.105.08", "installed": None}
     assert answer["reboot_required"] is False
-    assert foretold["gpu2"]["complete"] is True
+    assert foretold[site.container.name]["complete"] is True
 
 
 def test_a_containers_user_space_is_checked_against_the_loaded_driver(upgraded, site):
