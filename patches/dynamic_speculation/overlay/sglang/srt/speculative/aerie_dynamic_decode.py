@@ -1,0 +1,587 @@
+"""Decode steps without speculation inside EAGLEWorkerV2, that leave the draft as good as if it had speculated all the time.
+
+Hooks in the worker and in the overlap scheduler's relay call the module's functions, which do nothing until :func:`start` made a
+:class:`DynamicDecode`, as it does when the server argument is given.
+
+A plain step is the target's DECODE: decode attention, CUDA graphs of its own, one token for each row. A draft of one layer needs no more
+than its K and V to go on later, and those of position p are a function of token p+1 and of the target's hidden states at p alone. The
+token comes after the step that has the hidden states, so each plain step keeps its own (``aux``, by row of the request pool, and
+``slots``, where their K and V belong) and writes those of the step before, whose token is now its input: inside the captured graph. One
+position is then still owed, and is written when the draft runs again: :meth:`DynamicDecode.resume` gives it that position, which also
+is what it drafts from.
+
+A request's owed position is its last. The prefix cache never takes that one: with EAGLE its keys are pairs of tokens, so that a position
+is only cached together with the token after it, and by then its K and V are written.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import functools
+import inspect
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from sglang.srt.speculative import aerie_dynamic_control
+
+logger = logging.getLogger(__name__)
+
+CATCH_UP = "AERIE_DYNAMIC_CATCHUP"
+CATCH_UPS = ("exact", "extend", "none")
+"""What is done for the draft: all of it; only the position it drafts from, when it returns; nothing. The last two are for comparison."""
+CAPTURE = "AERIE_DYNAMIC_CAPTURE"
+DRAFT = "LlamaForCausalLMEagle3"
+POOLS = ("MHATokenToKVPool", "MLATokenToKVPool")
+UNKNOWN = -1
+BACKEND_NAMES = ("prefill_attention_backend_str", "decode_attention_backend_str")
+READ_DONE = ("shared_read_done_event", "war_fastpath_read_done_event")  # from 0.5.18, and up to 0.5.17
+
+live: DynamicDecode | None = None
+
+
+# For hooks
+
+
+def start(worker: Any) -> None:
+    """The worker's graphs were captured: get ready, if the server argument asks for it."""
+    global live
+    control = aerie_dynamic_control.start(worker)
+    if control is None:
+        return
+    found = list(problems(worker))
+    if found:
+        raise ValueError("\n".join(found))
+    live = DynamicDecode(worker, control)
+
+
+def prefill(batch: Any) -> None:
+    if live is not None:
+        live.prefill(batch)
+
+
+def step(batch: Any, on_publish: Callable[[Any], None] | None, grammar_barrier: Callable[[], None] | None = None) -> Any:
+    """Return the result of a plain step, or None where this one speculates."""
+    return None if live is None else live.step(batch, on_publish, grammar_barrier)
+
+
+def before_draft(batch: Any) -> None:
+    if live is not None:
+        live.before_draft(batch)
+
+
+def lengths_are_known(future_map: Any, batch: Any) -> bool:
+    return live is not None and live.resolve_lengths(future_map, batch)
+
+
+def relays_tokens_alone(future_map: Any, rows: Any, payload: Any) -> bool:
+    """Relay a plain step's tokens: what the draft goes on from stays as it was, and need not be written again."""
+    if live is None or getattr(payload, "topk_p", payload) is not None or not len(rows):
+        return False
+    future_map.output_tokens_buf[rows] = payload.bonus_tokens.to(future_map.output_tokens_buf.dtype)
+    return True
+
+
+# What it is for
+
+
+def problems(worker: Any) -> Iterator[str]:
+    """Yield why the loaded models can't be served this way, with the cure. Arguments alone were refused before anything was loaded."""
+    flag = aerie_dynamic_control.FLAG
+    without = f"leave out {flag}"
+    if type(worker).__name__ != "EAGLEWorkerV2":
+        yield f"{flag} is for EAGLEWorkerV2 (is {type(worker).__name__}): use --speculative-algorithm EAGLE3, or {without}"
+        return
+    if worker.topk != 1:
+        yield f"{flag} is for chains of drafted tokens: set --speculative-eagle-topk 1 (is {worker.topk}), or {without}"
+    if getattr(aerie_dynamic_control.resolved(worker.server_args), "speculative_use_rejection_sampling", False):
+        yield f"{flag} was not tried with rejection sampling: leave out --speculative-use-rejection-sampling, or {without}"
+    draft = worker.draft_worker.draft_runner
+    names = [one.__name__ for one in type(draft.model).__mro__]
+    if DRAFT not in names:
+        yield (
+            f"{flag}: K and V of the draft {names[0]} can't be written without running it, as far as is known: "
+            f"use an EAGLE-3 draft ({DRAFT}), or {without}"
+        )
+    else:
+        layers = len(draft.model.model.layers)
+        if layers != 1:
+            yield f"{flag} is for drafts of one layer, whose K and V need no attention (has {layers}): use such a draft, or {without}"
+        if getattr(draft.model.model, "is_mrope_enabled", False):
+            yield f"{flag} was not tried with a draft that has mRoPE: use a text model, or {without}"
+    target = worker.target_worker.model_runner
+    for which, pool in (("target", target.token_to_kv_pool), ("draft", draft.token_to_kv_pool)):
+        if not any(one.__name__ in POOLS for one in type(pool).__mro__):
+            yield f"{flag} was not tried with the {which}'s {type(pool).__name__}: use a model with one plain KV pool, or {without}"
+    if any(one.__name__ == "HybridReqToTokenPool" for one in type(target.req_to_token_pool).__mro__):
+        yield f"{flag} was not tried with a target that keeps states besides its KV cache: use another target, or {without}"
+    if catch_up() not in CATCH_UPS:
+        yield f"{CATCH_UP} must be one of {', '.join(CATCH_UPS)} (is {catch_up()}): correct it, or leave it out"
+
+
+def catch_up() -> str:
+    return os.environ.get(CATCH_UP) or CATCH_UPS[0]
+
+
+# Differences between versions, looked up
+
+
+@functools.cache
+def _result_fields() -> frozenset[str]:
+    from sglang.srt.managers.utils import GenerationBatchResult
+
+    return frozenset(field.name for field in dataclasses.fields(GenerationBatchResult))
+
+
+def new_result(**values: Any) -> Any:
+    """Return a result with those of ``values`` that it has in this version: up to 0.5.18 there is no accept_index."""
+    from sglang.srt.managers.utils import GenerationBatchResult
+
+    return GenerationBatchResult(**{name: value for name, value in values.items() if name in _result_fields()})
+
+
+@functools.cache
+def _forward_batch_options() -> dict[str, Any]:
+    from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch
+
+    options = {"capture_hidden_mode": CaptureHiddenMode.FULL, "return_hidden_states_before_norm": False}
+    return {name: value for name, value in options.items() if name in inspect.signature(ForwardBatch.init_new).parameters}
+
+
+def new_forward_batch(batch: Any, runner: Any) -> Any:
+    from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch
+
+    options = _forward_batch_options()
+    if not options:
+        batch.capture_hidden_mode = CaptureHiddenMode.FULL  # up to 0.5.15 a field of the batch, for the next forward
+    return ForwardBatch.init_new(batch, runner, **options)
+
+
+def decode_graphs_are_on(runner: Any) -> bool:
+    from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, check_cuda_graph_backend
+
+    return str(runner.device) != "cpu" and not check_cuda_graph_backend(Phase.DECODE, Backend.DISABLED)
+
+
+def profiler() -> Any:
+    """Return the phase profiler, where its patch set is there too. A plain step is no cycle of its."""
+    return sys.modules.get("sglang.srt.speculative.aerie_phase_profiler")
+
+
+# The draft's K and V
+
+
+class DraftCache:
+    """Writes K and V of a one-layer EAGLE-3 draft: its embedding, fc, norms and projections; no attention, no MLP, no head."""
+
+    def __init__(self, runner: Any) -> None:
+        from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+
+        self.model = runner.model.model
+        self.pool = runner.token_to_kv_pool
+        self.layer = self.model.layers[0]
+        self.attention = self.layer.self_attn
+        self.new_location = KVWriteLoc
+        self.width = self.model.fc.in_features
+        self.dtype = self.model.fc.weight.dtype
+        projection = self.attention.qkv_proj
+        rows = self.attention.q_size + 2 * self.attention.kv_size
+        self.is_sliceable = (
+            type(projection.quant_method).__name__ == "UnquantizedLinearMethod"
+            and projection.weight.shape[0] == rows
+            and not getattr(projection, "use_intel_amx_backend", False)
+        )
+
+    def features(self, aux: torch.Tensor) -> torch.Tensor:
+        """Return what the draft makes of the target's hidden states, as its own forward does."""
+        model = self.model
+        if aux.shape[-1] == model.config.hidden_size:
+            return aux
+        if getattr(model, "input_norm", None) is not None:
+            aux = model.input_norm(aux)
+        if model.fc_norm is not None:
+            parts = aux.chunk(model.num_aux_hidden_states, -1)
+            aux = torch.cat([norm(part) for norm, part in zip(model.fc_norm, parts, strict=True)], -1)
+        return model.fc(aux)
+
+    def project(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return k and v; where the fused weights can be cut, q is not computed."""
+        attention = self.attention
+        q_size, kv_size = attention.q_size, attention.kv_size
+        if self.is_sliceable:
+            projection = attention.qkv_proj
+            bias = None if projection.bias is None else projection.bias[q_size:]
+            return torch.nn.functional.linear(x, projection.weight[q_size:], bias).split([kv_size, kv_size], -1)
+        return attention.qkv_proj(x)[0].split([q_size, kv_size, kv_size], -1)[1:]
+
+    def write(self, ids: torch.Tensor, aux: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
+        """Write K and V of ``positions`` to ``slots``: ``aux`` is of those positions, ``ids`` are the tokens after them."""
+        layer, attention = self.layer, self.attention
+        hidden = layer.hidden_norm(self.features(aux))
+        k, v = self.project(torch.cat([layer.input_layernorm(self.model.embed_tokens(ids)), hidden], -1))
+        unused = k.new_empty((len(ids), attention.kv_size))  # the rotation wants a q
+        _, k = attention.rotary_emb(positions, unused, k)
+        heads, size = attention.num_kv_heads, attention.head_dim
+        radix = attention.attn
+        scales = () if radix.k_scale is None else (radix.k_scale, radix.v_scale)
+        self.pool.set_kv_buffer(radix, self.new_location(slots, None), k.view(-1, heads, size), v.view(-1, heads, size), *scales)
+
+
+# The worker's part
+
+
+class DynamicDecode:
+    """What a worker needs to decode plainly in between. Rows are those of the request pool; row 0 and slot 0 are padding."""
+
+    def __init__(self, worker: Any, control: aerie_dynamic_control.Control) -> None:
+        self.worker = worker
+        self.control = control
+        self.target = worker.target_worker.model_runner
+        self.table = self.target.req_to_token_pool.req_to_token
+        self.catch_up = catch_up()
+        self.draft_cache = DraftCache(worker.draft_worker.draft_runner)
+        rows, device = self.table.shape[0], self.table.device
+        # On the device: each row's last hidden states, and the slot that their K and V are owed to, 0 where none are
+        self.aux = torch.zeros((rows, self.draft_cache.width), dtype=self.draft_cache.dtype, device=device)
+        self.slots = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.ones = torch.ones(rows, dtype=torch.int32, device=device)
+        self.places = torch.arange(rows, dtype=torch.int32, device=device).unsqueeze(1)
+        # On the host: which rows were decoded plainly since they were drafted for, and how long they are, where that is known
+        self.stale = np.zeros(rows, dtype=bool)
+        self.lengths = np.full(rows, UNKNOWN, dtype=np.int64)
+        self.known = self.pulled = self.resumes = self.resumed_rows = 0
+        self.keeps_hidden = _returns_hidden_states(worker)
+        verify = self.target.decode_cuda_graph_runner
+        self.verify_sizes = list(getattr(verify, "capture_bs", ()) or ())
+        self.attention: Any = None
+        self.runner: Any = None
+        if decode_graphs_are_on(self.target):
+            self.attention, self.runner = self.capture()
+
+    # Graphs
+
+    def capture(self) -> tuple[Any, Any]:
+        """Return an attention backend and a runner with decode graphs, beside those of the verification, whose buffers graphs hold."""
+        from sglang.srt.model_executor.runner import decode_cuda_graph_runner as module
+        from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+        from sglang.srt.utils.common import get_available_gpu_memory
+
+        target = self.target
+        began, memory = time.perf_counter(), get_available_gpu_memory(target.device, target.gpu_id)
+        workspace, algorithm, used = target.init_new_workspace, target.spec_algorithm, target.attn_backend
+        sizes = module.get_batch_sizes_to_capture
+        least = 1 if os.environ.get(CAPTURE) == "all" else self.control.policy.settings.low + 1
+
+        def sizes_above(*args: Any, **kwargs: Any) -> tuple[list[int], list[int]]:
+            captured, compiled = sizes(*args, **kwargs)
+            kept = [size for size in captured if size >= least] or captured[-1:]
+            return kept, [size for size in compiled if size in kept]
+
+        try:
+            # Both backends run on one stream, one after the other: they may share scratch memory, as the target's and the draft's do.
+            attention = target._get_attention_backend()
+            for name in BACKEND_NAMES:  # set beside it where the target's own is made, for models to ask for
+                if hasattr(used, name):
+                    setattr(attention, name, getattr(used, name))
+            # The runner takes its mode and its width from the algorithm.
+            target.spec_algorithm, target.attn_backend = SpeculativeAlgorithm.NONE, attention
+            module.get_batch_sizes_to_capture = sizes_above
+            runner = _plain_runner_class()(self, target, attention)
+        finally:
+            module.get_batch_sizes_to_capture = sizes
+            target.init_new_workspace, target.spec_algorithm, target.attn_backend = workspace, algorithm, used
+        self.slots.zero_()  # warming up wrote to the padding row
+        if self.control.rank == 0:
+            left = get_available_gpu_memory(target.device, target.gpu_id)
+            logger.info(
+                "Dynamic speculation: captured plain decode for batches of %s in %.1f s, with %.2f GB (%.2f GB left)",
+                runner.capture_bs,
+                time.perf_counter() - began,
+                memory - left,
+                left,
+            )
+        return attention, runner
+
+    def around(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the target's forward with what the draft needs around it, to be captured as one graph."""
+
+        @functools.wraps(forward)
+        def decode(input_ids: torch.Tensor, positions: torch.Tensor, forward_batch: Any, **kwargs: Any) -> Any:
+            rows = forward_batch.req_pool_indices
+            self.write_owed(input_ids, positions, rows)
+            output = forward(input_ids, positions, forward_batch, **kwargs)
+            self.keep(output.hidden_states, rows, forward_batch.out_cache_loc)
+            if not self.keeps_hidden:
+                output.hidden_states = None
+            return output
+
+        return decode
+
+    @torch.no_grad()
+    def write_owed(self, ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor) -> None:
+        """Write the draft's K and V of the positions before these, ``ids`` being the tokens after them; none owed: to the padding slot."""
+        if self.catch_up == "exact":
+            self.draft_cache.write(ids, self.aux.index_select(0, rows), (positions - 1).clamp_(min=0), self.slots.index_select(0, rows))
+
+    @torch.no_grad()
+    def keep(self, hidden: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor) -> None:
+        """Keep the hidden states of this step's positions, whose K and V are owed from here on."""
+        if self.catch_up != "none":
+            self.aux.index_copy_(0, rows, hidden)
+            self.slots.index_copy_(0, rows, slots)
+
+    # Steps
+
+    def prefill(self, batch: Any) -> None:
+        """Rows are given to requests anew, or go on being filled: the draft is filled with them, and their lengths are known."""
+        if batch.req_pool_indices_cpu is None:
+            return
+        rows = batch.req_pool_indices_cpu.numpy()
+        if self.stale[rows].any():
+            self.owe_nothing(batch, rows)
+        self.lengths[rows] = UNKNOWN if batch.seq_lens_cpu is None else batch.seq_lens_cpu.numpy()
+
+    def owe_nothing(self, batch: Any, rows: np.ndarray) -> None:
+        self.slots.index_fill_(0, batch.req_pool_indices, 0)
+        self.stale[rows] = False
+
+    def step(self, batch: Any, on_publish: Callable[[Any], None] | None, grammar_barrier: Callable[[], None] | None) -> Any:
+        draft_input = batch.spec_info
+        if batch.forward_mode.is_idle() or draft_input is None or draft_input.is_verify_input():
+            return None
+        rows = batch.req_pool_indices_cpu.numpy()
+        if not self.control.decide(self.padded(len(rows))):
+            self.lengths[rows] = UNKNOWN  # how much is accepted is known later
+            return None
+        if (found := profiler()) is not None:
+            found.interrupted()
+        return self.decode(batch, rows, on_publish, grammar_barrier)
+
+    def padded(self, size: int) -> int:
+        """Return the batch size that a verification of ``size`` requests is computed with."""
+        place = bisect.bisect_left(self.verify_sizes, size)
+        return self.verify_sizes[place] if place < len(self.verify_sizes) else size
+
+    def decode(
+        self, batch: Any, rows: np.ndarray, on_publish: Callable[[Any], None] | None, grammar_barrier: Callable[[], None] | None
+    ) -> Any:
+        """Run the target's decode. The scheduler takes back what is changed in ``batch`` here (its _forward_isolation)."""
+        from sglang.srt.model_executor.forward_batch_info import ForwardMode
+        from sglang.srt.speculative.eagle_info import EagleDraftInput
+
+        target, draft_input = self.target, batch.spec_info
+        size, before, row_indices = len(rows), batch.seq_lens, batch.req_pool_indices
+        known = self.lengths[rows]
+        before_cpu = batch.seq_lens_cpu
+        if before_cpu is None and (known != UNKNOWN).all():
+            before_cpu = torch.from_numpy(known)
+        batch.input_ids = draft_input.bonus_tokens.to(torch.int64)
+        batch.out_cache_loc = self.table[row_indices, before].to(torch.int64)  # allocated ahead, for several tokens at once
+        batch.seq_lens = after = before + 1
+        batch.seq_lens_cpu = batch.seq_lens_sum = None
+        if before_cpu is not None:
+            batch.seq_lens_cpu = before_cpu + 1
+            batch.seq_lens_sum = int(batch.seq_lens_cpu.sum())
+        batch.spec_info = None  # to attention backends, a decode with one is the draft's
+        batch.forward_mode = ForwardMode.DECODE
+        forward_batch = new_forward_batch(batch, target)
+        output, is_graph = self.forward(forward_batch)
+        logits = output.logits_output
+        if not is_graph:
+            self.keep(logits.hidden_states, row_indices, forward_batch.out_cache_loc)
+        if not batch.return_hidden_states:
+            logits.hidden_states = None
+        elif is_graph:
+            logits.hidden_states = logits.hidden_states.clone()  # the next replay writes there
+
+        if on_publish is not None:
+            on_publish(after)  # lengths don't wait for the tokens
+        if grammar_barrier is not None and batch.has_grammar:
+            grammar_barrier()  # the mask is made of the grammars as the step before left them
+        ids = target.sample(logits, forward_batch).to(torch.int32)
+        if batch.return_logprob and logits.next_token_logprobs is not None:
+            logits.next_token_logprobs = logits.next_token_logprobs.view(size, 1)
+
+        self.stale[rows] = True
+        self.lengths[rows] = np.where(known == UNKNOWN, UNKNOWN, known + 1) if before_cpu is None else batch.seq_lens_cpu.numpy()
+        self.hand_over_read_done()
+        carried = {}
+        if not (batch.enable_overlap and _relays_alone()):
+            carried = {name: getattr(draft_input, name) for name in ("topk_p", "topk_index", "hidden_states")}
+        return new_result(
+            logits_output=logits,
+            next_token_ids=ids,
+            can_run_cuda_graph=output.can_run_graph,
+            speculative_num_draft_tokens=1,
+            accept_lens=self.ones[:size],
+            accept_index=self.places[:size],
+            new_seq_lens=after,
+            next_draft_input=EagleDraftInput(bonus_tokens=ids, **carried),
+            expert_distribution_metrics=output.expert_distribution_metrics,
+            routed_experts_output=output.routed_experts_output,
+            indexer_topk_output=output.indexer_topk_output,
+            extra_keep_alive_refs=[forward_batch, draft_input],
+        )
+
+    def forward(self, forward_batch: Any) -> tuple[Any, bool]:
+        """Return the target's output, and whether a graph was replayed."""
+        target, runner = self.target, self.runner
+        is_graph = runner is not None and bool(runner.can_run_graph(forward_batch))
+        used = target.attn_backend, target.decode_cuda_graph_runner
+        # Without a graph of its own the batch must not come near those of the verification, which would take it for theirs.
+        target.attn_backend, target.decode_cuda_graph_runner = (self.attention, runner) if is_graph else (used[0], None)
+        try:
+            if not is_graph:
+                self.write_owed(forward_batch.input_ids, forward_batch.positions, forward_batch.req_pool_indices)
+            return target.forward(forward_batch), is_graph
+        finally:
+            target.attn_backend, target.decode_cuda_graph_runner = used
+
+    def hand_over_read_done(self) -> None:
+        """The scheduler's barrier asks the draft's runner, the last one to read shared buffers when speculating, when it may write them."""
+        draft = self.worker.draft_worker.draft_runner
+        for name in READ_DONE:
+            if hasattr(self.target, name):
+                setattr(draft, name, getattr(self.target, name))
+                setattr(self.target, name, None)
+
+    # Lengths
+
+    def resolve_lengths(self, future_map: Any, batch: Any) -> bool:
+        """Set a batch's lengths from what the host knows: a plain step adds one token, so that no step has to be waited for."""
+        rows = getattr(batch.spec_info, "future_indices", None)
+        if rows is None or not future_map.needs_cpu_seq_lens:
+            return False
+        known = self.lengths[batch.req_pool_indices_cpu.numpy()]
+        if not len(known) or (known == UNKNOWN).any():
+            self.pulled += 1
+            return False
+        self.known += 1
+        if future_map.publish_ready is not None:
+            if hasattr(future_map, "_publish_fresh"):
+                future_map._publish_fresh = False
+            future_map.publish_ready.wait()  # the stream waits, the host goes on
+        batch.seq_lens = future_map.new_seq_lens_buf[rows]
+        batch.seq_lens_cpu = torch.from_numpy(known)
+        batch.seq_lens_sum = int(known.sum())
+        if sys.modules[type(future_map).__module__]._DEBUG_ASSERT and not torch.equal(batch.seq_lens.cpu(), batch.seq_lens_cpu):
+            raise AssertionError(f"lengths are {batch.seq_lens.tolist()}, and not {known.tolist()}")
+        return True
+
+    # Back to speculation
+
+    def before_draft(self, batch: Any) -> None:
+        if batch.forward_mode.is_idle() or batch.req_pool_indices_cpu is None:
+            return
+        rows = batch.req_pool_indices_cpu.numpy()
+        stale = self.stale[rows]
+        if not stale.any():
+            return
+        if self.catch_up != "none":
+            if (found := profiler()) is not None:
+                found.mark("draft_extend")
+            self.resume(batch)
+            if found is not None:
+                found.mark("kv")
+            self.resumes += 1
+            self.resumed_rows += int(stale.sum())
+        self.owe_nothing(batch, rows)
+
+    def resume(self, batch: Any) -> None:
+        """Run the draft over the last position of the stale rows: it writes what is owed, and gives what to draft from.
+
+        It runs over all rows, of its usual width, as its graphs want it: of the others, and of the columns behind the first, what is
+        computed is not used, and what is written goes to the padding slot.
+        """
+        from sglang.srt.speculative.eagle_info import EagleDraftInput
+
+        worker, draft = self.worker, self.worker.draft_worker
+        draft_input, rows, lengths = batch.spec_info, batch.req_pool_indices, batch.seq_lens
+        size, width, device = len(lengths), worker.speculative_num_draft_tokens, lengths.device
+        saved = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
+        owed = self.slots.index_select(0, rows)
+        slots = torch.zeros((size, width), dtype=torch.int64, device=device)
+        slots[:, 0] = owed
+        ids = torch.zeros((size, width), dtype=torch.int32, device=device)
+        ids[:, 0] = draft_input.bonus_tokens
+        hidden = torch.zeros((size, width, self.aux.shape[1]), dtype=self.aux.dtype, device=device)
+        hidden[:, 0] = self.aux.index_select(0, rows)
+        batch.seq_lens = lengths - 1
+        if batch.seq_lens_cpu is not None:
+            batch.seq_lens_cpu = batch.seq_lens_cpu - 1
+            batch.seq_lens_sum = int(batch.seq_lens_cpu.sum())
+        batch.out_cache_loc = slots.view(-1)
+        result = new_result(
+            logits_output=SimpleNamespace(hidden_states=hidden.view(size * width, -1)),
+            next_token_ids=ids.view(-1),
+            accept_lens=self.ones[:size],
+            new_seq_lens=lengths,
+            next_draft_input=EagleDraftInput(bonus_tokens=draft_input.bonus_tokens),
+        )
+        if draft.plan_stream:
+            draft.plan_stream.wait_stream(torch.get_device_module(draft.device).current_stream())
+        draft._draft_extend_for_decode(batch, result)
+        for name, value in saved.items():
+            setattr(batch, name, value)
+        is_stale = (owed != 0).unsqueeze(1)
+        for name in ("topk_p", "topk_index", "hidden_states"):
+            now, new = getattr(draft_input, name), getattr(result.next_draft_input, name)
+            setattr(draft_input, name, torch.where(is_stale, new.to(now.dtype), now))
+
+    # For people
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "catch_up": self.catch_up,
+            "graph_batch_sizes": None if self.runner is None else list(self.runner.capture_bs),
+            "host_known_lengths": {"known": self.known, "pulled": self.pulled},
+            "resumes": self.resumes,
+            "resumed_rows": self.resumed_rows,
+            "stale_rows": int(self.stale.sum()),
+        }
+
+
+@functools.cache
+def _relays_alone() -> bool:
+    """Say whether the relay has the hook that takes a step without a draft's results: from 0.5.15."""
+    from sglang.srt.managers import overlap_utils
+
+    return hasattr(overlap_utils, "RelayPayload")
+
+
+def _returns_hidden_states(worker: Any) -> bool:
+    args = aerie_dynamic_control.resolved(worker.server_args)
+    names = ("enable_return_hidden_states", "return_hidden_states_mode")
+    return any(str(getattr(args, name, None) or "none").lower() not in ("none", "null", "false") for name in names)
+
+
+@functools.cache
+def _plain_runner_class() -> type:
+    from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
+    from sglang.srt.model_executor.runner import DecodeCudaGraphRunner
+
+    class PlainDecodeCudaGraphRunner(DecodeCudaGraphRunner):
+        """Captures the target's decode, with all hidden states and what the draft needs around it."""
+
+        def __init__(self, dynamic: DynamicDecode, runner: Any, attention: Any) -> None:
+            self.dynamic = dynamic
+            super().__init__(runner, attn_backend=attention)
+
+        def capture(self) -> None:
+            self.capture_hidden_mode = CaptureHiddenMode.FULL
+            super().capture()
+
+        def capture_one_shape(self, size: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            return super().capture_one_shape(size, self.dynamic.around(forward), *args, **kwargs)
+
+        def recapture_if_needed(self, forward_batch: Any) -> None:
+            """Up to 0.5.16 a batch that wants less hidden states would have all graphs captured again."""
+
+    return PlainDecodeCudaGraphRunner

@@ -1,0 +1,206 @@
+"""What dynamic_speculation's overlay takes for granted of SGLang, in every release that the set is for."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+import pytest
+import wheels
+from ansible.module_utils.aerie.errors import AerieError
+from ansible.module_utils.aerie.patching import anchors, patch_plan
+from ansible.module_utils.aerie.patching.patch_store import PatchStore
+from ansible.module_utils.aerie.patching.source_tree import SourceTree
+from ansible.module_utils.aerie.specifiers import Version
+
+import adopt_version
+from aerie_controller import patch_sets
+
+pytestmark = pytest.mark.contract
+
+NAME = "dynamic_speculation"
+SRT = "sglang/srt/"
+WORKER = SRT + "speculative/eagle_worker_v2.py"
+RELAY = SRT + "managers/overlap_utils.py"
+RESULT = SRT + "managers/utils.py"
+RUNNER = SRT + "model_executor/runner/decode_cuda_graph_runner.py"
+FORWARD_BATCH = SRT + "model_executor/forward_batch_info.py"
+(SET,) = patch_sets.load([NAME])
+VERSIONS = [version for version in adopt_version.known_versions(patch_sets.PATCHES) if Version.parse(version) in SET.versions]
+
+
+class Sources:
+    def __init__(self, version: str) -> None:
+        self.version = Version.parse(version)
+        self.release = adopt_version.Release(version, wheels.wheel("sglang", version))
+
+    def text(self, path: str) -> str:
+        found = self.release.read(path)
+        assert found is not None, f"{path} is gone"
+        return found.decode()
+
+    def find(self, path: str, *names: str) -> ast.ClassDef | ast.FunctionDef:
+        node: ast.AST = ast.parse(self.text(path))
+        for name in names:
+            found = [one for one in ast.iter_child_nodes(node) if isinstance(one, ast.ClassDef | ast.FunctionDef) and one.name == name]
+            assert len(found) == 1, f"{'.'.join(names)} in {path}"
+            node = found[0]
+        assert isinstance(node, ast.ClassDef | ast.FunctionDef)
+        return node
+
+    def parameters(self, path: str, *names: str) -> list[str]:
+        node = self.find(path, *names)
+        assert isinstance(node, ast.FunctionDef)
+        return [one.arg for one in [*node.args.posonlyargs, *node.args.args]]
+
+
+@pytest.fixture(scope="module", params=VERSIONS)
+def sources(request: pytest.FixtureRequest) -> Iterator[Sources]:
+    one = Sources(request.param)
+    with one.release:
+        yield one
+
+
+def fields(node: ast.ClassDef | ast.FunctionDef) -> set[str]:
+    return {one.target.id for one in node.body if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name)}
+
+
+def calls(node: ast.AST) -> list[str]:
+    return [anchors.dotted(one.func) or "" for one in ast.walk(node) if isinstance(one, ast.Call)]
+
+
+def test_there_is_a_release_with_each_form_of_what_is_looked_up():
+    assert {"0.5.14", "0.5.15.post1", "0.5.17", "0.5.23"} <= set(VERSIONS)
+
+
+def test_a_result_has_what_a_plain_step_gives(sources):
+    needed = {"logits_output", "next_token_ids", "can_run_cuda_graph", "speculative_num_draft_tokens", "accept_lens", "new_seq_lens"}
+    assert needed | {"next_draft_input", "extra_keep_alive_refs"} <= fields(sources.find(RESULT, "GenerationBatchResult"))
+
+
+def test_the_number_of_tokens_of_a_step_is_read_from_its_result(sources):
+    path = SRT + "managers/scheduler_components/batch_result_processor.py"
+    reads = ast.unparse(sources.find(path, "SchedulerBatchResultProcessor", "_resolve_spec_v2_tokens"))
+    if "_get_speculative_output_stride(result)" in reads:
+        reads = ast.unparse(sources.find(path, "_get_speculative_output_stride"))
+    assert "result.speculative_num_draft_tokens" in reads
+    assert "server_args" not in reads
+
+
+def test_what_a_step_changes_in_its_batch_is_taken_back_with_and_without_overlap(sources):
+    run = sources.find(SRT + "managers/scheduler.py", "Scheduler", "run_batch")
+    isolated = [one for one in ast.walk(run) if isinstance(one, ast.Call) and anchors.dotted(one.func) == "self._forward_isolation"]
+    values = {word.value.value for one in isolated for word in one.keywords if word.arg == "overlap"}
+    assert values == {True, False}
+
+
+def test_the_runner_captures_one_size_after_another_around_a_forward(sources):
+    assert sources.parameters(RUNNER, "DecodeCudaGraphRunner", "capture_one_shape")[:3] == ["self", "size", "forward"]
+    assert sources.parameters(RUNNER, "DecodeCudaGraphRunner", "capture") == ["self"]
+    init = sources.find(RUNNER, "DecodeCudaGraphRunner", "__init__")
+    assert isinstance(init, ast.FunctionDef)
+    assert [one.arg for one in init.args.args] == ["self", "model_runner"]
+    assert "attn_backend" in [one.arg for one in init.args.kwonlyargs]
+    assert "self.capture" in calls(init)
+    assert "get_batch_sizes_to_capture" in calls(init), "its sizes are limited by what this name is"
+    assert "capture_hidden_mode" in ast.unparse(init)
+
+
+def test_a_batch_says_which_hidden_states_it_wants_in_one_of_two_ways(sources):
+    node = sources.find(FORWARD_BATCH, "ForwardBatch", "init_new")
+    assert isinstance(node, ast.FunctionDef)
+    names = [one.arg for one in [*node.args.args, *node.args.kwonlyargs]]
+    assert ("capture_hidden_mode" in names) is (sources.version >= Version.parse("0.5.16"))
+    required = {one.arg for one, default in zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True) if default is None}
+    assert required <= {"capture_hidden_mode", "return_hidden_states_before_norm"}
+    if "capture_hidden_mode" not in names:
+        assert "batch.capture_hidden_mode = None" in ast.unparse(node)
+
+
+def test_the_draft_goes_on_from_a_batch_and_a_result(sources):
+    assert sources.parameters(WORKER, "EagleDraftWorker", "_draft_extend_for_decode")[:3] == ["self", "batch", "batch_result"]
+    body = ast.unparse(sources.find(WORKER, "EagleDraftWorker", "_draft_extend_for_decode"))
+    for name in ("accept_lens", "next_token_ids", "logits_output.hidden_states", "next_draft_input"):
+        assert f"batch_result.{name}" in body
+    assert "self.plan_stream" in body
+
+
+def test_the_draft_is_asked_where_it_is_set_up_to_run(sources):
+    body = sources.find(WORKER, "EAGLEWorkerV2", "forward_batch_generation")
+    withs = [one for one in ast.walk(body) if isinstance(one, ast.With) and "self.draft_worker.draft" in calls(one)]
+    assert withs
+    assert all("draft_tp_context" in ast.unparse(one.items[0]) for one in withs)
+
+
+def test_the_relay_knows_when_lengths_were_published(sources):
+    body = ast.unparse(sources.find(RELAY, "FutureMap"))
+    for name in ("publish_ready", "new_seq_lens_buf", "needs_cpu_seq_lens", "output_tokens_buf"):
+        assert f"self.{name}" in body
+    assert "_DEBUG_ASSERT" in sources.text(RELAY)
+    assert ("class RelayPayload" in sources.text(RELAY)) is (sources.version >= Version.parse("0.5.15"))
+
+
+def test_the_schedulers_barrier_asks_the_drafts_runner(sources):
+    name, event = (
+        ("war_fastpath_runner", "war_fastpath_read_done_event")
+        if sources.version < Version.parse("0.5.18")
+        else ("last_shared_read_runner", "shared_read_done_event")
+    )
+    assert "draft_runner" in ast.unparse(sources.find(WORKER, "EAGLEWorkerV2", name))
+    assert event in ast.unparse(sources.find(SRT + "managers/scheduler.py", "Scheduler", "_apply_war_barrier"))
+
+
+def test_a_draft_makes_k_and_v_of_its_embedding_and_the_targets_hidden_states_alone(sources):
+    path = SRT + "models/llama_eagle3.py"
+    layer = ast.unparse(sources.find(path, "LlamaDecoderLayer", "forward"))
+    for line in ("self.hidden_norm(hidden_states)", "self.input_layernorm(embeds)", "torch.cat([embeds, hidden_states], dim=-1)"):
+        assert line in layer
+    model = ast.unparse(sources.find(path, "LlamaModel", "forward"))
+    assert "hidden_states = self.fc(hidden_states)" in model
+    assert "hidden_states.shape[-1] != embeds.shape[-1]" in model
+    assert ("self.input_norm(hidden_states)" in model) is ("input_norm" in sources.text(path))
+    attention = ast.unparse(sources.find(SRT + "models/llama.py", "LlamaAttention", "forward_prepare_native"))
+    assert "qkv.split([self.q_size, self.kv_size, self.kv_size], dim=-1)" in attention
+    assert "self.rotary_emb(positions, q, k)" in attention
+
+
+def test_the_prefix_cache_never_takes_a_requests_last_position(sources):
+    """Its draft K and V may still be owed: with EAGLE keys are pairs of tokens, one fewer than tokens."""
+    builder = SRT + "mem_cache/kv_cache_builder.py"
+    where = builder if sources.release.read(builder) is not None else SRT + "managers/scheduler.py"
+    assert "is_eagle=spec_algorithm.is_eagle()" in sources.text(where).replace("self.spec_algorithm", "spec_algorithm")
+    for path in (SRT + "mem_cache/radix_cache.py", SRT + "mem_cache/unified_radix_cache.py"):
+        if sources.release.read(path) is None:
+            continue
+        made = [
+            one for one in ast.walk(ast.parse(sources.text(path))) if isinstance(one, ast.Call) and anchors.dotted(one.func) == "RadixKey"
+        ]
+        stored = [one for one in made if one.args and ast.unparse(one.args[0]) == "token_ids"]
+        assert all(any(word.arg == "is_bigram" for word in one.keywords) for one in stored)
+    length = ast.unparse(sources.find(SRT + "mem_cache/radix_cache.py", "RadixKey", "__len__"))
+    assert "self.is_bigram" in length
+    assert "- 1" in length
+
+
+def test_a_plain_step_is_decided_before_anything_is_drafted(sources):
+    hooks = [hook for hook in SET.hooks_for(sources.version) if hook.file == WORKER]
+    derived, problems = anchors.derive(sources.text(WORKER).encode(), hooks, WORKER)
+    assert problems == []
+    assert derived is not None
+    worker = next(one for one in ast.parse(derived.data).body if isinstance(one, ast.ClassDef) and one.name == "EAGLEWorkerV2")
+    step = next(one for one in worker.body if isinstance(one, ast.FunctionDef) and one.name == "forward_batch_generation")
+    (split,) = [one for one in step.body if isinstance(one, ast.If)]
+    assert ast.unparse(split.body[0]) == "aerie_dynamic_decode.prefill(batch)"
+    arguments = "batch, on_publish" + (", grammar_barrier" if sources.version >= Version.parse("0.5.17") else "")
+    assert ast.unparse(split.orelse[0]) == f"aerie_result = aerie_dynamic_decode.step({arguments})"
+    assert ast.unparse(split.orelse[1]) == "if aerie_result is not None:\n    return aerie_result"
+
+
+@pytest.mark.parametrize("version", ["0.5.9", "0.5.13.post1"])
+def test_releases_from_before_are_refused_with_the_reason_written_down(version, tmp_path):
+    site = tmp_path / "site-packages"
+    (site / "sglang").mkdir(parents=True)
+    tree = SourceTree.open(site, "sglang", version)
+    with pytest.raises(AerieError, match=rf"{NAME} is for >=0.5.14, not for {version}"):
+        patch_plan.plan(tree, PatchStore.beside(tree, tmp_path / "store"), [SET])
+    assert "Not for SGLang before 0.5.14" in SET.why
