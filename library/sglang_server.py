@@ -37,8 +37,8 @@ options:
   arm:
     description:
       - The arm. Written as a name, the action plugin takes it from O(arms).
-      - Its keys are V(name), V(description), V(speculation), V(flags), V(environment) and V(options), a list of names from the options of
-        O(gpu_table).
+      - Its keys are V(name), V(description), V(speculation), V(dynamic), V(flags), V(environment) and V(options), a list of names from the
+        options of O(gpu_table).
     type: dict
   arms:
     description: All arms by name, for the action plugin to choose O(arm) from.
@@ -78,6 +78,16 @@ options:
       - nvidia-smi is asked where it is left out and O(gpu_table) has rules.
     type: list
     elements: dict
+  calibration:
+    description:
+      - Where plain decoding begins to win, for an arm with C(dynamic.threshold) V(auto), as M(sglang_calibrate) writes it.
+        One of another host, release, model or draft setting is refused.
+    type: dict
+    default: {}
+  host_info:
+    description: What M(gpu_host_info) returned, which O(calibration) is held against.
+    type: dict
+    default: {}
   service_manager:
     description: What owns the server. V(auto) is systemd where it runs and we are root, and supervisor elsewhere.
     type: str
@@ -226,6 +236,7 @@ from ansible.module_utils.aerie.errors import AerieError
 from ansible.module_utils.aerie.files import read_json, write_json
 from ansible.module_utils.aerie.host import host_info
 from ansible.module_utils.aerie.lease import renew_if_given
+from ansible.module_utils.aerie.measuring import benchmark
 from ansible.module_utils.aerie.paths import HostPaths
 from ansible.module_utils.aerie.serving import server
 from ansible.module_utils.basic import AnsibleModule
@@ -246,6 +257,8 @@ def main() -> None:
             "environment": {"type": "dict", "default": {}},
             "gpu_table": {"type": "dict", "default": {}},
             "host_gpus": {"type": "list", "elements": "dict"},
+            "calibration": {"type": "dict", "default": {}},
+            "host_info": {"type": "dict", "default": {}},
             "service_manager": {"type": "str", "default": "auto", "choices": ["auto", "systemd", "supervisor"]},
             "supervisor": {"type": "path"},
             "ready_seconds": {"type": "int", "default": 900},
@@ -314,6 +327,8 @@ def _start(module: AnsibleModule, host: server.Host) -> dict[str, Any]:
             host_gpus=tuple(_gpus(asked["gpu_table"], asked["host_gpus"])),
             rehearsal=module.check_mode,
             patch_sets=_patch_sets(asked["patch_sets"]),
+            calibration=asked["calibration"],
+            host_fingerprint=benchmark.fingerprint(asked["host_info"]),
         ),
     )
     for warning in wanted.warnings:

@@ -20,7 +20,7 @@ from ansible.module_utils.aerie.releases import model_catalog, versions
 from ansible.module_utils.aerie.serving import gpu_settings, launch_checks, server_flags
 from ansible.module_utils.aerie.words import listing, near
 
-ARM_KEYS = ("description", "speculation", "flags", "environment", "options")
+ARM_KEYS = ("description", "speculation", "dynamic", "flags", "environment", "options")
 INSTANCE_KEYS = ("arm", "model", "port", "host", "gpus", "flags", "environment", "description")
 SHORTEST_LEASE_SECONDS = 60
 
@@ -143,6 +143,7 @@ def check_arms(arms: Mapping[str, Any], catalog: Collection[str], options: Colle
             yield f"{where}.speculation is {speculation!r}: it must be null or a mapping with {listing(server_flags.SPECULATION_FLAGS)}"
             continue
         yield from (f"{where}.{problem}" for problem in server_flags.speculation_problems(speculation))
+        yield from (f"{where}.{problem}" for problem in server_flags.dynamic_problems(arm.get("dynamic"), speculation))
         draft = (speculation or {}).get("draft_model")
         if draft is not None and draft not in catalog:
             yield f"{where}.speculation.draft_model: {_not_in(draft, catalog, 'sglang_models_catalog')}"

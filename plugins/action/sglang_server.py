@@ -19,6 +19,9 @@ class ActionModule(DetachedAction):
         if isinstance(arguments.get("profile"), str):
             arguments.setdefault("gpu_table", self._gpu_table(arguments["profile"]))
             arguments["profile"] = {"name": arguments["profile"], **self._profile(arguments["profile"])}
+        if not is_calibrated(arguments.get("arm")):  # nothing of it is needed there
+            arguments.pop("calibration", None)
+            arguments.pop("host_info", None)
         if arguments.get("patch_sets") is not None:
             arguments["patch_sets"] = [active(one) for one in patch_sets.load(arguments["patch_sets"])]
         return arguments
@@ -44,6 +47,12 @@ def active(patch_set: Any) -> dict[str, Any]:
     """Return what a host needs to tell whether a patch set is active."""
     since = patch_set.upstream_since
     return {"name": patch_set.name, "sha256": patch_set.sha256, "upstream_since": since.text if since else None}
+
+
+def is_calibrated(arm: Any) -> bool:
+    """Say whether an arm takes its thresholds from a calibration."""
+    dynamic = arm.get("dynamic") if isinstance(arm, dict) else None
+    return isinstance(dynamic, dict) and dynamic.get("threshold") == "auto"
 
 
 def chosen_arm(name: str, arms: dict[str, Any]) -> dict[str, Any]:

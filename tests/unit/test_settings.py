@@ -91,6 +91,12 @@ def test_settings_of_roles_that_are_not_there_are_not_missed():
         ),
         ("sglang_server_arms/eagle3/speculation/draft_tokens", 6, "sglang_server_arms.eagle3.speculation: topk 1 drafts a chain"),
         ("sglang_server_arms/eagle3/speculation", "EAGLE3", "speculation is 'EAGLE3': it must be null or a mapping"),
+        (
+            "sglang_server_arms/eagle3/dynamic",
+            {"threshold": "x"},
+            "sglang_server_arms.eagle3.dynamic.threshold: needs a whole number of requests",
+        ),
+        ("sglang_server_arms/baseline/dynamic", {"threshold": 8}, "sglang_server_arms.baseline.dynamic: the arm doesn't speculate"),
         ("sglang_server_arms/eagle3/flags", ["tp-size"], "sglang_server_arms.eagle3.flags is ['tp-size']: it must be a mapping"),
         (
             "sglang_server_arms/eagle3/flags",

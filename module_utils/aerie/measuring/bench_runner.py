@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from ansible.module_utils.aerie import files, processes, words
 from ansible.module_utils.aerie.errors import AerieError
@@ -72,6 +72,16 @@ class Server:
         return f"http://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
 
 
+class Modes(Protocol):
+    """Makes a server decode in one mode, for cells that share a launch (dynamic_control.py)."""
+
+    def enter(self, mode: str) -> None: ...
+
+    def leave(self) -> None: ...
+
+    def require(self, mode: str, before: Mapping[str, Any] | None, after: Mapping[str, Any] | None) -> None: ...
+
+
 @dataclass(frozen=True)
 class Job:
     """One launch's work: the run's directory, the server, the client, the data set, and the cells' definitions in order."""
@@ -88,6 +98,7 @@ class Job:
     cells_before: int = 0
     cells_total: int = 0
     before_cell: Callable[[], None] = field(default=lambda: None)
+    modes: Modes | None = None
 
 
 class CellError(Exception):
@@ -184,7 +195,7 @@ def _run_cells(job: Job, tell: Callable[[str, int, int], None]) -> dict[str, Any
     started = time.monotonic()
     ran = 0
     total = job.cells_total or len(job.definitions)
-    warmed: set[int] = set()
+    warmed: set[tuple[int, str | None]] = set()
     died: str | None = None
     first = _Listeners.of(job.server.port)
     results: list[dict[str, Any]] = []
@@ -212,7 +223,7 @@ def _run_cells(job: Job, tell: Callable[[str, int, int], None]) -> dict[str, Any
 
 
 def _run_cell(
-    job: Job, definition: dict[str, Any], directory: Path, warmed: set[int], first: _Listeners, died: str | None
+    job: Job, definition: dict[str, Any], directory: Path, warmed: set[tuple[int, str | None]], first: _Listeners, died: str | None
 ) -> tuple[dict[str, Any], str, str | None]:
     """Run one cell; return its outcome, its figures in words, and why the server is dead if it is."""
     _set_aside(directory)
@@ -225,7 +236,8 @@ def _run_cell(
         if died:
             raise ServerDiedError(died)
         first.require_same(job.server)
-        figures = _measure(job, definition, directory, warmed, first)
+        with _mode(job, definition):
+            figures = _measure(job, definition, directory, warmed, first)
     except CellError as error:
         reason = str(error)
         if isinstance(error, ServerDiedError):
@@ -237,11 +249,11 @@ def _run_cell(
     return outcome, figures, died
 
 
-def _measure(job: Job, definition: dict[str, Any], directory: Path, warmed: set[int], first: _Listeners) -> str:
-    level = definition["concurrency"]
-    if level not in warmed:
+def _measure(job: Job, definition: dict[str, Any], directory: Path, warmed: set[tuple[int, str | None]], first: _Listeners) -> str:
+    shape = (definition["concurrency"], mode_of(definition))
+    if shape not in warmed:
         _warm(job, definition, directory, first)
-        warmed.add(level)
+        warmed.add(shape)
     flush(job.server)
     before = _snapshot(job.server, directory, INFO_BEFORE, METRICS_BEFORE)
     load = _load(job, definition, directory / CLIENT)
@@ -261,11 +273,34 @@ def _measure(job: Job, definition: dict[str, Any], directory: Path, warmed: set[
         first.require_same(job.server)
         short = f"{found['completed']} of {definition['requests']} requests completed"
         raise CellError(f"{short}\n{tail(directory / CLIENT_LOG)}", exit_status=0)
+    if job.modes and shape[1]:
+        job.modes.require(shape[1], before.info, after.info)
     grown = server_metrics.delta(before.metrics, after.metrics)
     accepted = server_metrics.acceptance(grown, before.info, after.info)
     speed = found["output_throughput_tok_s"]
     said = f"{speed:.0f} tok/s" if speed is not None else "no throughput told"
     return said + (f"  accept {accepted.length:.2f}" if accepted.length else "")
+
+
+def mode_of(definition: Mapping[str, Any]) -> str | None:
+    """Return the mode of a cell that shares its launch with cells of other modes; None for any other cell."""
+    shared = definition["arm"].get("share_launch")
+    return str(shared["mode"]) if shared else None
+
+
+@contextlib.contextmanager
+def _mode(job: Job, definition: Mapping[str, Any]) -> Iterator[None]:
+    mode = mode_of(definition)
+    if mode is None:
+        yield
+        return
+    if job.modes is None:
+        raise CellError("the cell shares its launch with others, and nothing here can change how the server decodes")
+    job.modes.enter(mode)
+    try:
+        yield
+    finally:
+        job.modes.leave()
 
 
 def _load(job: Job, definition: dict[str, Any], output: Path, requests: int | None = None, seed: int = 0) -> bench_clients.Load:

@@ -12,7 +12,8 @@ from typing import Any
 from ansible.module_utils.aerie import files
 from ansible.module_utils.aerie.errors import AerieError
 from ansible.module_utils.aerie.host import nccl
-from ansible.module_utils.aerie.measuring import bench_clients, bench_runner
+from ansible.module_utils.aerie.measuring import bench_clients, bench_runner, dynamic_control
+from ansible.module_utils.aerie.measuring.experiment import POLICY
 from ansible.module_utils.aerie.paths import HostPaths
 
 ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}
@@ -90,15 +91,16 @@ def prepare(paths: HostPaths, asked: Request, before_cell: Callable[[], None] = 
     run = paths.runs / asked.run_id
     asked = _with_nccl(paths, asked)
     definitions = tuple(_definition(asked, cell, instance, release, client, environment) for cell in asked.launch["cells"])
+    server = bench_runner.Server(
+        host=ANY_ADDRESS.get(address, address),
+        port=int(instance["port"]),
+        log=home / "server.log",
+        profile=home / "profile",
+        api_key=asked.api_key,
+    )
     return bench_runner.Job(
         run=run,
-        server=bench_runner.Server(
-            host=ANY_ADDRESS.get(address, address),
-            port=int(instance["port"]),
-            log=home / "server.log",
-            profile=home / "profile",
-            api_key=asked.api_key,
-        ),
+        server=server,
         client=client,
         client_environment=environment,
         tokenizer=_tokenizer(asked),
@@ -109,6 +111,7 @@ def prepare(paths: HostPaths, asked: Request, before_cell: Callable[[], None] = 
         cells_before=int(asked.launch.get("cells_before") or 0),
         cells_total=int(asked.launch.get("cells_total") or 0),
         before_cell=before_cell,
+        modes=dynamic_control.Modes(server),
     )
 
 
@@ -172,7 +175,12 @@ def _definition(
         "plan": asked.plan,
         "launch": asked.launch["launch"],
         "cell": cell["id"],
-        "arm": {"name": cell["arm"], **asked.arm, "environment": bench_runner.redacted_environment(asked.arm.get("environment") or {})},
+        "arm": {
+            "name": cell["arm"],
+            **asked.arm,
+            **_shared(asked, cell),
+            "environment": bench_runner.redacted_environment(asked.arm.get("environment") or {}),
+        },
         "workload": {name: value for name, value in workload.items() if name != "concurrency"},
         "concurrency": cell["concurrency"],
         "repeat": cell["repeat"],
@@ -191,6 +199,16 @@ def _definition(
         "timeout_seconds": asked.experiment["timeout_seconds"],
     }
     return definition | {"identity": bench_runner.identity(definition), "intent": bench_runner.intent(definition)}
+
+
+def _shared(asked: Request, cell: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what tells a cell within the launch of another arm from one of a server of its own; it is part of its identity."""
+    if not cell.get("mode"):
+        return {}
+    arm, mode = asked.launch["arm"], cell["mode"]
+    how = "as its policy decides" if mode == POLICY else f"forced to be {mode}"
+    described = asked.arm.get("description") or "no description"
+    return {"share_launch": {"arm": arm, "mode": mode}, "description": f"{described} ({how}, in a launch that {arm} shares)"}
 
 
 def _client(path: Path, release: Mapping[str, Any], asked: Request) -> bench_clients.Client:

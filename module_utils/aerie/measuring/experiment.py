@@ -8,7 +8,7 @@ even when their arm is the same.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from ansible.module_utils.aerie.errors import AerieError, raise_all
@@ -24,6 +24,10 @@ DEFAULT_TIMEOUT = 1800
 
 MEASURE = "measure"
 PROFILE = "profile"
+
+POLICY, PLAIN, SPECULATIVE = "policy", "plain", "speculative"
+MODES = (POLICY, PLAIN, SPECULATIVE)
+"""How the cells of a shared launch decode: as the server's own policy decides, or as it is forced to."""
 
 
 @dataclass(frozen=True)
@@ -65,10 +69,15 @@ class Experiment:
     order: str
     profile: Profile | None
     timeout_seconds: int
+    share_launch: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """By arm, the modes that its launches are measured in, one after the other and without a restart."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain lists and dicts, as they travel to hosts and into records."""
-        return _plain(asdict(self))
+        found: dict[str, Any] = _plain(asdict(self))
+        if not self.share_launch:  # what an experiment doesn't use must not change what it is
+            del found["share_launch"]
+        return found
 
     @property
     def most_requests(self) -> int:
@@ -81,7 +90,7 @@ class Experiment:
 
 @dataclass(frozen=True)
 class Cell:
-    """One measurement: an arm at one concurrency in one repeat."""
+    """One measurement: an arm at one concurrency in one repeat; with a mode where it shares its launch with cells of other modes."""
 
     id: str
     arm: str
@@ -90,6 +99,7 @@ class Cell:
     kind: str
     seed: int
     requests: int
+    mode: str | None = None
 
 
 @dataclass(frozen=True)
@@ -132,7 +142,7 @@ def validate(data: Any, arms: Collection[str], instances: Collection[str] | None
     top = fault.section(
         data,
         "",
-        ("name", "description", "arms", "instance", "workload", "repeats", "order", "profile", "timeout_seconds"),
+        ("name", "description", "arms", "instance", "workload", "repeats", "order", "profile", "timeout_seconds", "share_launch"),
         ("name", "arms", "workload"),
     )
     name = fault.word(top, "name")
@@ -144,6 +154,7 @@ def validate(data: Any, arms: Collection[str], instances: Collection[str] | None
         fault.add(f"instance {instance!r} is not one of sglang_server_instances ({listing(sorted(instances))}){near(instance, instances)}")
     workload = _workload(fault, top.get("workload"))
     profile = _profile(fault, top.get("profile"), chosen)
+    share_launch = _share_launch(fault, top.get("share_launch"), chosen, arms)
     experiment = Experiment(
         name=name,
         description=fault.word(top, "description"),
@@ -154,6 +165,7 @@ def validate(data: Any, arms: Collection[str], instances: Collection[str] | None
         order=fault.choice(top, "order", ORDERS, "abba"),
         profile=profile,
         timeout_seconds=fault.count(top, "timeout_seconds", DEFAULT_TIMEOUT),
+        share_launch=share_launch,
     )
     raise_all(fault.found, f"experiment {name!r}" if name else "experiment")
     return experiment
@@ -197,13 +209,18 @@ def seed(experiment: Experiment, concurrency: int, repeat: int) -> int:
 
 def _cells(experiment: Experiment, arm: str, repeat: int) -> tuple[Cell, ...]:
     workload, profile = experiment.workload, experiment.profile
-    cells = [
-        Cell(f"{arm}-c{level}-r{repeat}", arm, level, repeat, MEASURE, seed(experiment, level, repeat), workload.requests(level))
-        for level in workload.concurrency
-    ]
+    modes: tuple[str | None, ...] = experiment.share_launch.get(arm) or (None,)
+    cells = []
+    for level in workload.concurrency:
+        for mode in modes if repeat % 2 else reversed(modes):
+            name = f"{arm}@{mode}" if mode else arm
+            drawn, requests = seed(experiment, level, repeat), workload.requests(level)
+            cells.append(Cell(f"{name}-c{level}-r{repeat}", name, level, repeat, MEASURE, drawn, requests, mode))
     if profile and arm in profile.arms and repeat == 1:
         cells += [
-            replace(cell, id=f"{cell.id}-profile", kind=PROFILE, requests=profile.requests_per_client * cell.concurrency) for cell in cells
+            replace(cell, id=f"{cell.id}-profile", kind=PROFILE, requests=profile.requests_per_client * cell.concurrency)
+            for cell in cells
+            if cell.mode != PLAIN  # which has none of the phases
         ]
     return tuple(cells)
 
@@ -246,6 +263,25 @@ def _profile(fault: _Faults, data: Any, arms: Collection[str]) -> Profile | None
     section = fault.section(data, "profile", ("arms", "requests_per_client"), ("arms",))
     names = fault.known(fault.names(section, "arms", "profile."), "profile.arms", arms, "the experiment's arms")
     return Profile(names, fault.count(section, "requests_per_client", 4, "profile."))
+
+
+def _share_launch(fault: _Faults, data: Any, chosen: Collection[str], arms: Collection[str]) -> dict[str, tuple[str, ...]]:
+    if data is None:
+        return {}
+    if not isinstance(data, Mapping):
+        fault.add(f"share_launch is {_kind(data)}, not a mapping of arms to lists of {listing(MODES)}")
+        return {}
+    found = {}
+    for arm in fault.known(tuple(map(str, data)), "share_launch", chosen, "the experiment's arms"):
+        found[arm] = fault.names(data, arm, "share_launch.")
+        for mode in found[arm]:
+            if mode not in MODES:
+                fault.add(f"share_launch.{arm}: {mode!r} is no mode: it must be {listing(MODES, last='or')}{near(mode, MODES)}")
+        if isinstance(arms, Mapping) and arm in arms and not (arms[arm] or {}).get("dynamic"):
+            fault.add(
+                f"share_launch.{arm}: the arm has no `dynamic`, so its server can't change over: give it one, or leave {arm} out here"
+            )
+    return found
 
 
 def _kind(value: Any) -> str:

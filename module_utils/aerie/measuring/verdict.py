@@ -141,6 +141,8 @@ class Arm:
     pinned: bool
     argv: tuple[str, ...]
     environment: Mapping[str, str]
+    shares: bool = False
+    """Whether its cells were measured within the launch of another arm."""
 
 
 @dataclass(frozen=True)
@@ -391,6 +393,12 @@ def _group(members: Sequence[Mapping[str, Any]], wanted_baseline: str | None, no
     if pinned:
         names = words.listing(pinned)
         notes.append(f"Acceptance of {names} is simulated (pinned by the environment): engine speed, not what a real draft would reach.")
+    shared = [arm.name for arm in arms if arm.shares]
+    if shared:
+        notes.append(
+            f"{words.listing(shared)} shared launches with each other, without a restart between them: compared with each other they are "
+            "free of the luck of launches; none of them is a server of its own, and plain decoding there is no true baseline."
+        )
     if not ratios and {point.throughput.launches for point in points if point.throughput} == {1}:
         notes.append(ONE_LAUNCH)
     phases = _phases([record for record in members if record.get("kind") == PROFILE and record.get("status") == COMPLETED])
@@ -541,6 +549,7 @@ def _arms(members: Sequence[Mapping[str, Any]], wanted_baseline: str | None) -> 
                 pinned=_pinned(record, environment),
                 argv=tuple(str(word) for word in record.get("argv") or ()),
                 environment=environment,
+                shares=bool(arm.get("share_launch")),
             )
         )
     return tuple(sorted(arms, key=lambda arm: (not arm.baseline, arm.name)))

@@ -36,6 +36,12 @@ MLA_ONLY = ("trtllm_mla", "tokenspeed_mla", "cutedsl_mla", "flashmla", "cutlass_
 CHECKPOINT_QUANTIZATIONS = ("modelopt_fp4", "modelopt_fp8", "awq", "awq_marlin", "gptq", "gptq_marlin", "compressed-tensors", "petit_nvfp4")
 """Methods whose weights lie quantized in the checkpoint. Source: server_args.py: without its own setting the draft takes --quantization."""
 
+DYNAMIC_PATCH_SET = "dynamic_speculation"
+DYNAMIC_SINCE = ">=0.5.14"
+
+MAX_RUNNING_REQUESTS = 48
+"""Requests that run at once with speculation, where nothing is said. Source: arg_groups/speculative_hook.py."""
+
 GRAPH_TOKENS = 1024
 """Tokens in the largest decode graph that need no remark: cuda_graph_runner.py captures max_bs × draft tokens."""
 
@@ -128,6 +134,67 @@ def graph_batch_warnings(flags: Mapping[str, Any], draft_tokens: Any) -> Iterato
         yield (
             f"CUDA graphs for {size} sequences hold {tokens} tokens with {draft_tokens} draft tokens each, and may run out of memory: set "
             f"cuda-graph-max-bs to {GRAPH_TOKENS // int(draft_tokens)} or less, unless it was tried"
+        )
+
+
+def dynamic_release_problems(release: Mapping[str, Any]) -> Iterator[str]:
+    """Yield why the release doesn't know the threshold of dynamic speculation, if its parser doesn't."""
+    version = Version.parse(str(release["sglang_version"]))
+    if version not in Specifier.parse(DYNAMIC_SINCE):
+        yield f"dynamic: SGLang {version.text} is too old for it: take 0.5.14 or newer (sglang_release_version), or leave dynamic out"
+    elif DYNAMIC_PATCH_SET not in [one["name"] for one in release.get("patch_sets") or ()]:
+        yield (
+            f"dynamic: patch set {DYNAMIC_PATCH_SET} is not active in release {release['id']}: add it to sglang_patches_sets and run "
+            "playbooks/patch.yml, or leave dynamic out"
+        )
+    else:
+        yield f"dynamic: release {release['id']} was verified before it got patch set {DYNAMIC_PATCH_SET}: run playbooks/patch.yml again"
+
+
+def dynamic_problems(flags: Mapping[str, Any], draft: Config | None, environment: Mapping[str, str]) -> Iterator[str]:
+    """Yield why a server with these flags (by dest) can't turn speculation off and on; the server itself refuses the same, but later."""
+    threshold = flags.get("speculative_dynamic_disable_threshold")
+    if threshold is None:
+        return
+    algorithm = str(flags.get("speculative_algorithm") or "").upper()
+    if not algorithm:
+        yield "a threshold of dynamic speculation needs speculation: set the arm's speculation, or leave dynamic out"
+    elif algorithm != "EAGLE3":
+        yield f"dynamic speculation is for EAGLE-3 drafts, which can catch up exactly: set speculation.algorithm to EAGLE3 (is {algorithm})"
+
+    def number(dest: str, default: int) -> int:
+        value = str(flags.get(dest, default))
+        return int(value) if value.isdigit() else default
+
+    topk = number("speculative_eagle_topk", 1)
+    if topk != 1:
+        yield f"dynamic speculation is for chains of drafted tokens, not for trees: set speculation.topk to 1 (is {topk})"
+    layers = text_config(draft).get("num_hidden_layers") if draft else None
+    if flags.get("enable_multi_layer_eagle"):
+        yield "dynamic speculation: the K/V of a multi-layer draft can't be written without running it: leave out enable-multi-layer-eagle"
+    elif isinstance(layers, int) and layers > 1:
+        yield f"dynamic speculation: the K/V of a draft of {layers} layers can't be written without running it: use one of one layer"
+    if flags.get("enable_dp_attention") or number("attn_dp_size", 1) > 1:
+        yield "dynamic speculation: with DP attention each rank has its own batches, and would decide alone: leave out enable-dp-attention"
+    if number("pp_size", 1) > 1:
+        yield f"dynamic speculation is not for pipeline parallelism: set pp-size to 1, and tp-size instead (is {flags['pp_size']})"
+    if flags.get("enable_lora") or flags.get("lora_paths"):
+        yield "dynamic speculation was not tried with LoRA: leave out enable-lora and lora-paths"
+    if flags.get("speculative_adaptive"):
+        yield "dynamic speculation and speculative-adaptive both change how many tokens are drafted: leave one of them out"
+    if flags.get("enable_two_batch_overlap"):
+        yield "dynamic speculation was not tried with two batches overlapped: leave out enable-two-batch-overlap"
+    if str(flags.get("disaggregation_mode") or "null") != "null" or flags.get("enable_pdmux"):
+        yield "dynamic speculation was not tried with prefill and decode apart: leave out disaggregation-mode and enable-pdmux"
+    if str(threshold) == "auto":
+        if not environment.get("AERIE_DYNAMIC_CALIBRATION"):
+            yield "a threshold auto needs a calibration: set the arm's dynamic.threshold to auto instead of the flag, or give a number"
+    elif not str(threshold).isdigit():
+        yield f"the threshold of dynamic speculation must be a number of requests, 0 or more, or auto (is {threshold})"
+    elif int(threshold) >= (most := number("max_running_requests", MAX_RUNNING_REQUESTS)):
+        yield (
+            f"a threshold of {threshold} never decodes plainly, since no more than {most} requests run at once: set max-running-requests "
+            f"above {threshold} (without it {MAX_RUNNING_REQUESTS} with speculation), or a lower threshold"
         )
 
 

@@ -19,6 +19,7 @@ from ansible.module_utils.aerie import processes
 from ansible.module_utils.aerie.errors import AerieError, raise_all
 from ansible.module_utils.aerie.files import canonical_hash, read_json, write_atomic, write_json
 from ansible.module_utils.aerie.host import nccl
+from ansible.module_utils.aerie.measuring import calibration
 from ansible.module_utils.aerie.patching import patch_checks
 from ansible.module_utils.aerie.paths import HostPaths
 from ansible.module_utils.aerie.releases import release as releases
@@ -31,10 +32,11 @@ from ansible.module_utils.aerie.specifiers import Version
 from ansible.module_utils.aerie.words import listing, near
 
 INSTANCE_KEYS = ("arm", "model", "port", "host", "gpus", "flags", "environment", "description")
-ARM_KEYS = ("name", "description", "speculation", "flags", "environment", "options")
+ARM_KEYS = ("name", "description", "speculation", "dynamic", "flags", "environment", "options")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-OWN_VARIABLES = ("AERIE_INSTANCE", "AERIE_ROOT", "AERIE_PROFILE_DIR")
+CALIBRATION_VARIABLE = "AERIE_DYNAMIC_CALIBRATION"
+OWN_VARIABLES = ("AERIE_INSTANCE", "AERIE_ROOT", "AERIE_PROFILE_DIR", CALIBRATION_VARIABLE)
 SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 CUDA_TOOLKIT = Path("/usr/local/cuda")
 HIDDEN = "********"
@@ -92,6 +94,15 @@ class Request:
     """True in check mode: a model or a release that an earlier step would bring may be missing."""
     patch_sets: tuple[Mapping[str, Any], ...] | None = None
     """The patch sets that must be active (name, sha256, upstream_since of each); None takes the release as it is."""
+    calibration: Mapping[str, Any] = field(default_factory=dict)
+    """Where plain decoding begins to win, for an arm whose threshold is ``auto``; as docs/reference/calibration.md says."""
+    host_fingerprint: Mapping[str, Any] = field(default_factory=dict)
+    """The host as records and calibrations tell it."""
+
+    @property
+    def is_calibrated(self) -> bool:
+        """Say whether the arm takes its thresholds from a calibration."""
+        return (self.arm.get("dynamic") or {}).get("threshold") == "auto"
 
 
 @dataclass(frozen=True)
@@ -111,6 +122,8 @@ class Plan:
     warnings: tuple[str, ...]
     gpu_settings: tuple[Mapping[str, Any], ...] = ()
     """The rules and options of the GPU settings that are in force, each with what it sets."""
+    calibration: Mapping[str, Any] | None = None
+    """What the server reads its thresholds from; None where its arm names them, or has none."""
 
     @property
     def directory(self) -> Path:
@@ -128,11 +141,18 @@ class Plan:
         }
         if self.endpoint.api_key and "--config" in self.argv:
             files[self.secret] = (secret_text(self.endpoint.api_key), 0o600)
+        if self.calibration:
+            files[calibration_path(self.directory)] = (json.dumps(self.calibration, indent=1, sort_keys=True) + "\n", 0o644)
         return files
 
     @property
     def secret(self) -> Path:
         return secret_path(self.directory)
+
+
+def calibration_path(directory: Path) -> Path:
+    """Return the file from which the server reads its thresholds."""
+    return directory / "calibration.json"
 
 
 def secret_path(directory: Path) -> Path:
@@ -220,7 +240,11 @@ def plan(host: Host, request: Request) -> Plan:
 
     speculation = request.arm.get("speculation") or None
     arm_name = str(request.arm.get("name") or request.instance.get("arm"))
+    dynamic = request.arm.get("dynamic") or None
     problems += [f"arm {arm_name}: {problem}" for problem in server_flags.speculation_problems(speculation)]
+    if dynamic and not parser.find(server_flags.DYNAMIC_FLAG):
+        problems += [f"arm {arm_name}: {problem}" for problem in launch_checks.dynamic_release_problems(release)]
+        dynamic = None
     target = _model(request, str(request.instance["model"]), f"instance {request.name}", problems)
     draft_name = (speculation or {}).get("draft_model")
     draft = _model(request, str(draft_name), f"arm {arm_name}: speculation", problems) if draft_name else None
@@ -259,6 +283,7 @@ def plan(host: Host, request: Request) -> Plan:
         server_flags.Layer(f"profile {request.profile.get('name', '')}", request.profile.get("flags") or {}, owner=True),
         server_flags.Layer("sglang_server_flags", request.flags),
         server_flags.Layer(f"arm {arm_name}", server_flags.speculation_flags(speculation, draft["path"] if draft else None), owner=True),
+        server_flags.Layer(f"arm {arm_name}: dynamic", server_flags.dynamic_flags(dynamic), owner=True),
         server_flags.Layer(f"arm {arm_name}", request.arm.get("flags") or {}),
         server_flags.Layer(f"instance {request.name}", request.instance.get("flags") or {}),
     ]
@@ -278,18 +303,21 @@ def plan(host: Host, request: Request) -> Plan:
         pair = f"arm {arm_name}: draft {draft_name}"
         problems += launch_checks.draft_backend_problems(pair, line.values, facts.attention)
         problems += launch_checks.draft_quantization_problems(pair, line.values, facts.quantization)
+    found = launch_checks.dynamic_problems(line.values, draft["config"] if draft else None, environment)
+    problems += [f"arm {arm_name}: {problem}" for problem in found]
     if speculation:
         warnings += launch_checks.nextn_memory_warnings(
             Version.parse(parser.version), str(speculation.get("algorithm") or "").upper(), environment
         )
         warnings += launch_checks.graph_batch_warnings(line.values, speculation.get("draft_tokens"))
+    models = {
+        name: {"path": model["path"], "identity": model.get("identity")} for name, model in (("target", target), ("draft", draft)) if model
+    }
+    problems += _calibration_problems(request, release, models, line.values)
     problems += launch_checks.port_problems(request.name, str(host.paths.root), listen, port, lambda: _pids(host.paths, request.name))
     raise_all(problems, f"instance {request.name} can't start on this host (nothing was touched)")
 
     argv = (str(directory / "bin/python"), "-m", "sglang.launch_server", *line.arguments)
-    models = {
-        name: {"path": model["path"], "identity": model.get("identity")} for name, model in (("target", target), ("draft", draft)) if model
-    }
     key_hash = hashlib.sha256(request.api_key.encode()).hexdigest() if request.api_key else None
     return Plan(
         host=host,
@@ -303,10 +331,32 @@ def plan(host: Host, request: Request) -> Plan:
         gpus=tuple(gpus) if gpus is not None else None,
         definition=canonical_hash(
             {"argv": argv, "environment": environment, "release": _sources(release), "models": models, "api_key": key_hash}
+            | ({"calibration": request.calibration} if request.is_calibrated else {})
         ),
         warnings=tuple(warnings),
         gpu_settings=tuple(chosen.applied(parser, line.values, environment)),
+        calibration=request.calibration if request.is_calibrated else None,
     )
+
+
+def _calibration_problems(
+    request: Request, release: Mapping[str, Any], models: Mapping[str, Mapping[str, Any]], flags: Mapping[str, Any]
+) -> list[str]:
+    """Return why the calibration can't be used for what would be started."""
+    if not request.is_calibrated:
+        return []
+    speculation = request.arm.get("speculation") or {}
+    names = {"target": request.instance["model"], "draft": speculation.get("draft_model")}
+    most = flags.get("max_running_requests")
+    there = calibration.Situation(
+        arm=str(request.arm.get("name") or request.instance.get("arm")),
+        speculation=speculation,
+        release=str(release["id"]),
+        models={role: {"name": names[role], "identity": model["identity"]} for role, model in models.items()},
+        host_fingerprint=request.host_fingerprint,
+        most=most if isinstance(most, int) else None,
+    )
+    return calibration.problems(request.calibration, there)
 
 
 def _sources(release: Mapping[str, Any]) -> Any:
@@ -397,6 +447,8 @@ def _shape_problems(request: Request) -> Iterator[str]:
         for key in ("flags", "environment"):
             if not isinstance(holder.get(key) or {}, Mapping):
                 yield f"{owner}: {key}: needs a dictionary, got {holder[key]!r}"
+    for problem in server_flags.dynamic_problems(request.arm.get("dynamic"), request.arm.get("speculation")):
+        yield f"arm {request.arm.get('name', request.instance.get('arm'))}: {problem}"
     options = request.arm.get("options") or []
     if not isinstance(options, list) or not all(isinstance(option, str) for option in options):
         yield f"arm {request.arm.get('name')}: options: needs a list of names, got {options!r}"
@@ -465,6 +517,7 @@ def _environment(
         (str(nccl.path(paths.root)), _nccl(paths, problems)),
         ("sglang_server_environment", request.environment),
         (f"arm {arm_name}: options", chosen.option_environment),
+        (f"arm {arm_name}: dynamic", server_flags.dynamic_environment(request.arm.get("dynamic"))),
         (f"arm {arm_name}", request.arm.get("environment") or {}),
         (f"instance {request.name}", request.instance.get("environment") or {}),
     ]
@@ -497,6 +550,7 @@ def _environment(
             str(part) for part in (Path(release["path"]) / "bin", environment_bin, cuda_bin, SYSTEM_PATH) if part
         )
     own = {"AERIE_INSTANCE": request.name, "AERIE_ROOT": str(paths.root), "AERIE_PROFILE_DIR": str(directory / "profile")}
+    own |= {CALIBRATION_VARIABLE: str(calibration_path(directory))} if request.is_calibrated else {}
     return environment | own
 
 
@@ -572,7 +626,7 @@ def start(wanted: Plan, ready_seconds: float, tell: Tell = _silent) -> dict[str,
         seconds = wait_ready(wanted.endpoint, ready_seconds, _death(record["pid"]), _Waiting(name, log, wanted, tell))
         warnings = list(wanted.warnings)
         accept_length = None
-        if wanted.arm.get("speculation"):
+        if wanted.arm.get("speculation") and str((wanted.arm.get("dynamic") or {}).get("threshold")) != "0":
             tell(f"{name}: generates after {seconds:.0f} s; looking at the draft's acceptance")
             accept_length, warning = _acceptance(wanted)
             warnings += [warning] if warning else []

@@ -27,6 +27,11 @@ SPECULATION_FLAGS = {
 CHAIN_ALGORITHMS = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE")
 """Algorithms that draft in steps, so that steps, topk and draft tokens belong together."""
 
+DYNAMIC_FLAG = "speculative-dynamic-disable-threshold"
+DYNAMIC_VARIABLE = "AERIE_DYNAMIC_SETTINGS"
+DYNAMIC_KEYS = ("threshold", "low", "min_dwell_steps", "adapt")
+AUTO = "auto"
+
 OWNED = {
     "model-path": "set the instance's model",
     "host": "set the instance's host",
@@ -334,3 +339,44 @@ def speculation_flags(speculation: Mapping[str, Any] | None, draft_path: str | N
         return {}
     settings = {**speculation, "draft_model": draft_path}
     return {flag: settings[key] for key, flag in SPECULATION_FLAGS.items() if settings.get(key) is not None}
+
+
+def dynamic_problems(dynamic: Any, speculation: Any) -> Iterator[str]:
+    """Yield what is wrong with an arm's ``dynamic`` in itself."""
+    if dynamic is None:
+        return
+    if not isinstance(dynamic, Mapping):
+        yield f"dynamic: needs null or a dictionary with {listing(DYNAMIC_KEYS)}, got {dynamic!r}"
+        return
+    for key in dynamic:
+        if key not in DYNAMIC_KEYS:
+            yield f"dynamic.{key}: no such setting{near(key, DYNAMIC_KEYS)}"
+    if not speculation:
+        yield "dynamic: the arm doesn't speculate, so that there is nothing to turn off: set speculation, or leave dynamic out"
+    threshold = dynamic.get("threshold")
+    if threshold is None:
+        yield "dynamic.threshold is missing: set a number of running requests above which to decode plainly, or auto for a calibrated one"
+    elif threshold != AUTO and not _is_whole(threshold):
+        yield f"dynamic.threshold: needs a whole number of requests, 0 or more, or auto, got {threshold!r}"
+    for key in ("low", "min_dwell_steps"):
+        if dynamic.get(key) is not None and not _is_whole(dynamic[key]):
+            yield f"dynamic.{key}: needs a whole number, 0 or more, got {dynamic[key]!r}"
+    low = dynamic.get("low")
+    if threshold == AUTO and low is not None:
+        yield "dynamic.low: the calibration says it where threshold is auto: leave it out, or give a number as threshold"
+    elif _is_whole(threshold) and _is_whole(low) and int(str(low)) > int(str(threshold)):
+        yield f"dynamic.low: must not exceed dynamic.threshold ({threshold}), got {low}"
+    if dynamic.get("adapt") is not None and not isinstance(dynamic["adapt"], bool):
+        yield f"dynamic.adapt: needs true or false, got {dynamic['adapt']!r}"
+
+
+def dynamic_flags(dynamic: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the flags that a checked ``dynamic`` means."""
+    return {DYNAMIC_FLAG: str(dynamic["threshold"])} if dynamic and dynamic.get("threshold") is not None else {}
+
+
+def dynamic_environment(dynamic: Mapping[str, Any] | None) -> dict[str, str]:
+    """Return the variables that a checked ``dynamic`` means: all but its threshold, for the policy."""
+    given = {key: value for key, value in (dynamic or {}).items() if key != "threshold" and value is not None}
+    settings = {key: value if isinstance(value, bool) else int(value) for key, value in given.items()}
+    return {DYNAMIC_VARIABLE: json.dumps(settings, sort_keys=True)} if settings else {}

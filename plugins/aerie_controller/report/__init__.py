@@ -13,7 +13,7 @@ from typing import Any
 
 import jinja2
 from ansible.module_utils.aerie.errors import AerieError
-from ansible.module_utils.aerie.measuring import verdict
+from ansible.module_utils.aerie.measuring import calibration_table, verdict
 from ansible.module_utils.aerie.measuring.terminal_table import cut, number, range_text
 from ansible.module_utils.aerie.profiling import profile_table, trace_summary
 from ansible.module_utils.aerie.profiling.phases import PHASES
@@ -26,6 +26,7 @@ from ..preflight.rules import SEVERITIES
 
 DEFAULT_TITLE = "SGLang with and without EAGLE-3"
 TEMPLATE, PROFILE_TEMPLATE, PREFLIGHT_TEMPLATE = "page.html.j2", "profile.html.j2", "preflight.html.j2"
+CALIBRATION_TEMPLATE = "calibration.html.j2"
 WIDE = 880
 """Width of a plot that has the page to itself."""
 
@@ -104,6 +105,25 @@ def render_profile(found: Mapping[str, Any]) -> str:
     hosts = [_profiled_host(plots, name, content["arms"], f"h{number}") for number, (name, content) in enumerate(found["hosts"].items(), 1)]
     known = {"interval": profile_table.interval, "heads": profile_table.CATEGORY_HEADS}
     return template.render(run_id=found["run_id"], hosts=hosts, **known).rstrip() + "\n"
+
+
+def render_calibration(found: Mapping[str, Any]) -> str:
+    """Return the page of a calibration (as calibration.json holds it); refuses where matplotlib is missing, saying what to install."""
+    plots, template = _plots(), _template(CALIBRATION_TEMPLATE)
+    told = found["calibration"]
+    return (
+        template.render(
+            found=found,
+            told=told,
+            levels=list(zip(told["evidence"]["levels"], found["table"], strict=True)),
+            gain=plots.gain(told, "gain"),
+            shares=plots.kept(found, "kept"),
+            swatches=[plots.swatch(index) for index in range(3)],
+            limits=calibration_table.limits,
+            remarks=calibration_table.remarks(found),
+        ).rstrip()
+        + "\n"
+    )
 
 
 def _profiled_host(plots: Any, name: str, arms: Sequence[Mapping[str, Any]], key: str) -> dict[str, Any]:

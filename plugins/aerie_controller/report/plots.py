@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from io import StringIO
+from typing import Any
 
 import matplotlib
 from ansible.module_utils.aerie.measuring import verdict
@@ -184,6 +185,55 @@ def stacked(
     return _svg(draw, key, title, description, height=64 + 46 * len(rows), left=18 + 7.2 * longest, width=width)
 
 
+def gain(told: Mapping[str, Any], key: str) -> str:
+    """Speed-up by speculation over running requests with its intervals, the fitted curve, the crossover and its interval."""
+    points, crossing = told["evidence"]["levels"], told["crossover"]
+    levels = [point["concurrency"] for point in points]
+
+    def draw(axes: Axes) -> None:
+        values = [point["ratio"] for point in points]
+        ends = [[point[end] or point["ratio"] for point in points] for end in ("low", "high")]
+        bars = [
+            [value - low for value, low in zip(values, ends[0], strict=True)],
+            [high - value for value, high in zip(values, ends[1], strict=True)],
+        ]
+        if crossing["at"]:
+            left, right = crossing["low"] or levels[0] / 1.25, crossing["high"] or levels[-1] * 1.25
+            axes.axvspan(left, right, color=GRID, zorder=0)
+            axes.axvline(crossing["at"], color=MUTED, linewidth=1.2, linestyle=(0, (2, 2)), zorder=1)
+        axes.plot(levels, [point["fitted"] for point in points], color=MUTED, linewidth=1.2, zorder=1.5)
+        _line(axes, 1, levels, values, bars)
+        axes.axhline(1, color=INK, linewidth=1.2, zorder=1.5)
+        axes.set_yscale("log")
+        low, high = min(1.0, *ends[0]) / 1.05, max(1.0, *ends[1]) * 1.05
+        axes.yaxis.set_major_locator(FixedLocator(_ratio_ticks(low, high)))
+        axes.yaxis.set_minor_locator(NullLocator())
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}×"))
+        axes.set_ylim(low, high)
+        _levels_axis(axes, levels, "running requests")
+
+    said = ", ".join(f"{point['ratio']:.3f} at {point['concurrency']}" for point in points)
+    return _svg(draw, key, "Speed-up by speculation against running requests, with a line at 1", said)
+
+
+def kept(found: Mapping[str, Any], key: str) -> str:
+    """What thresholds before and after reach of the better mode's speed, over running requests."""
+    table = found["table"]
+    levels = [row["concurrency"] for row in table]
+    ways = (("before", 0), ("after", 1))
+
+    def draw(axes: Axes) -> None:
+        for when, index in ways:
+            _line(axes, index, levels, [row[when]["of_better"] for row in table], [[0.0] * len(table)] * 2)
+        lowest = min(row[when]["of_better"] for row in table for when, _ in ways)
+        axes.axhline(1, color=INK, linewidth=1.2, zorder=1.5)
+        axes.set_ylim(min(lowest - 0.02, 0.9), 1.02)
+        _levels_axis(axes, levels, "running requests")
+
+    said = "; ".join(f"{when}: " + ", ".join(f"{row[when]['of_better']:.3f} at {row['concurrency']}" for row in table) for when, _ in ways)
+    return _svg(draw, key, "Speed as a share of the better mode's, by the thresholds before and now", said)
+
+
 def swatch(index: int) -> str:
     """A legend's mark for the arm at ``index``: its line and marker, as small inline SVG."""
     shapes = {
@@ -222,14 +272,17 @@ def _line(axes: Axes, index: int, levels: Sequence[float], values: Sequence[floa
 
 
 def _clients_axis(axes: Axes, group: verdict.Group) -> None:
-    levels = group.concurrencies
+    _levels_axis(axes, group.concurrencies, "clients at once")
+
+
+def _levels_axis(axes: Axes, levels: Sequence[int], label: str) -> None:
     axes.set_xscale("log", base=2)
     axes.xaxis.set_minor_locator(NullLocator())
     shown = _apart(levels)
     axes.xaxis.set_major_locator(FixedLocator(shown))
     axes.xaxis.set_major_formatter(FixedFormatter([str(level) for level in shown]))
     axes.set_xlim(levels[0] / 1.25, levels[-1] * 1.25)
-    axes.set_xlabel("clients at once", labelpad=6)
+    axes.set_xlabel(label, labelpad=6)
     axes.grid(axis="y")
 
 

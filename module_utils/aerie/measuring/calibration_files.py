@@ -1,0 +1,210 @@
+"""What a calibration's files say: its levels, its verdict, what it sets. Standard library only: a pure function of the files.
+
+A run's files lie below ``<run id>/<host>/``, or without the host where they were made; format: docs/reference/calibration.md.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ansible.module_utils.aerie import files
+from ansible.module_utils.aerie.errors import AerieError
+from ansible.module_utils.aerie.measuring import bench_runner, calibration
+from ansible.module_utils.aerie.measuring.calibration import PLAIN, SPECULATIVE
+from ansible.module_utils.aerie.profiling import overhead, profile_levels
+from ansible.module_utils.aerie.words import listing
+
+SCHEMA = "aerie-calibration-run/1"
+LAUNCH, OUTCOME = "launch.json", "level.json"
+
+
+def level(directory: Path) -> calibration.Level | None:
+    """Return what one level's windows gave; None where they gave no pair."""
+    outcome = _json(directory / OUTCOME)
+    windows, _ = _windows(directory)
+    found = _intervals(directory, int(outcome["concurrency"]))
+    first, second = outcome["modes"]
+    return calibration.level(int(outcome["concurrency"]), windows, found, profile_levels.LATE_SECONDS, (first, second))
+
+
+def _windows(directory: Path) -> tuple[list[overhead.Window], list[float]]:
+    kept = _json(directory / profile_levels.WINDOWS, {"windows": []})["windows"]
+    windows = [overhead.Window(one["pair"], one["state"], one["start"], one["end"]) for one in kept]
+    return windows, [float(one["changed"]) for one in kept]
+
+
+def _intervals(directory: Path, concurrency: int) -> list[overhead.Interval]:
+    try:
+        text = (directory / profile_levels.LINES).read_text()
+    except FileNotFoundError:
+        text = ""
+    return overhead.intervals([json.loads(line) for line in text.splitlines()], concurrency)
+
+
+def step_ms(directory: Path, state: str) -> float | None:
+    """Return the time of a decode step in one mode; None where no step was clean."""
+    windows, _ = _windows(directory)
+    found = _intervals(directory, int(_json(directory / OUTCOME)["concurrency"]))
+    return overhead.step_ms(
+        [one for window in windows if window.state == state for one in overhead.within(found, window, profile_levels.LATE_SECONDS)]
+    )
+
+
+def switches(directory: Path) -> dict[str, list[float]]:
+    """Return what each change of the mode cost in one level."""
+    windows, changes = _windows(directory)
+    found = _intervals(directory, int(_json(directory / OUTCOME)["concurrency"]))
+    return calibration.switch_ms(windows, found, changes) if windows else {}
+
+
+def read(run: Path) -> dict[str, Any]:
+    """Return all that the files of one calibrated server say; raise AerieError where no level gave a figure."""
+    launch = _json(run / LAUNCH)
+    places = [path.parent for path in run.glob(f"*/{OUTCOME}")]
+    outcomes = {path: _json(path / OUTCOME) for path in places}
+    forced = [path for path in places if outcomes[path]["modes"] == [SPECULATIVE, PLAIN]]
+    confirmed = [path for path in places if path not in forced]
+    by_level = sorted(forced, key=lambda path: int(outcomes[path]["concurrency"]))
+    levels = {path: one for path in by_level if (one := level(path))}
+    failures = [
+        {"concurrency": outcome["concurrency"], "status": outcome["status"], "reason": outcome["reason"]}
+        for outcome in outcomes.values()
+        if outcome["status"] != bench_runner.COMPLETED
+    ]
+    if not levels:
+        said = str(failures[0]["reason"]).splitlines()[0] if failures else "no windows were measured"
+        raise AerieError(f"the calibration gave no figures: {said}")
+    found = calibration.estimate(levels.values(), int(launch["settings"]["seed"]))
+    costs: dict[str, list[float]] = {}
+    for path in levels:
+        for state, values in switches(path).items():
+            costs.setdefault(state, []).extend(values)
+    nearest = min(levels, key=lambda path: abs(int(outcomes[path]["concurrency"]) - (found.at or found.points[-1].concurrency)))
+    steps = [value for mode in (PLAIN, SPECULATIVE) if (value := step_ms(nearest, mode))]
+    most, sizes = int(launch["most"]), launch["batch_sizes"]
+    limits = calibration.thresholds(found, most, sizes)
+    pause = calibration.dwell(costs, statistics.fmean(steps) if steps else None)
+    about = _about(launch) | {"adaptive_config": _adaptive(launch, limits, most)}
+    evidence = {"source": calibration.ONE_SERVER, "most": most, "batch_sizes": sizes, "workload": launch["settings"]["workload"]}
+    return {
+        "schema": SCHEMA,
+        "calibration": calibration.result(found, limits, pause, about, evidence),
+        "sentence": calibration.sentence(found),
+        "before": launch.get("before"),
+        "table": rows(found, launch.get("before"), limits, sizes),
+        "confirmed": [_confirmed(path, outcomes[path]) for path in sorted(confirmed, key=lambda path: int(outcomes[path]["concurrency"]))],
+        "failures": sorted(failures, key=lambda failure: int(failure["concurrency"])),
+        "settings": launch["settings"],
+        "argv": launch["argv"],
+        "environment": launch["environment"],
+    }
+
+
+def of_records(results: Path, host: str, asked: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the same from records of two arms of one benchmark's run; ``asked``: experiment, run_id, plain, speculative, most."""
+    names = ("experiment", "run_id", "plain", "speculative", "most")
+    absent = [name for name in names if not asked.get(name)]
+    if absent:
+        raise AerieError(f"sglang_calibrate_records lacks {listing(absent)}: it needs {listing(names)}")
+    place = results / str(asked["experiment"]) / str(asked["run_id"]) / host
+    kept = [_json(path) for path in sorted(place.glob("*/record.json"))]
+    if not kept:
+        raise AerieError(f"there are no records below {place}: bring them with playbooks/collect.yml")
+    found = calibration.estimate(calibration.from_records(kept, str(asked["plain"]), str(asked["speculative"])))
+    record = next(one for one in kept if one["arm"]["name"] == asked["speculative"])
+    most = int(asked["most"])
+    launch = {
+        **record,
+        "started": min(str(one["times"]["started"]) for one in kept),
+        "most": most,
+        "settings": {"workload": record["workload"]},
+    }
+    limits = calibration.thresholds(found, most)
+    about = _about(launch) | {"adaptive_config": _adaptive(launch, limits, most)}
+    evidence = {"source": calibration.RECORDS, "most": most, "batch_sizes": None, "workload": record["workload"], "records": dict(asked)}
+    return {
+        "schema": SCHEMA,
+        "calibration": calibration.result(found, limits, calibration.dwell({}, None), about, evidence),
+        "sentence": calibration.sentence(found),
+        "before": None,
+        "table": rows(found, None, limits, None),
+        "confirmed": [],
+        "failures": [],
+        "settings": launch["settings"],
+        "argv": record["argv"],
+        "environment": record["environment"],
+    }
+
+
+def rows(
+    found: calibration.Estimate, before: Mapping[str, int] | None, after: calibration.Thresholds, sizes: list[int] | None
+) -> list[dict[str, Any]]:
+    """Return what thresholds before and after make of each level: the mode, and its speed as a share of the better mode's."""
+    told = []
+    for point in found.points:
+        was = calibration.chosen(point, before["high"] if before else None, before["low"] if before else None, sizes)
+        now = calibration.chosen(point, after.high, after.low, sizes)
+        told.append({"concurrency": point.concurrency, "before": _choice(was), "after": _choice(now)})
+    return told
+
+
+def _choice(found: tuple[str, float | None]) -> dict[str, Any]:
+    return {"mode": found[0], "of_better": None if found[1] is None else round(found[1], 4)}
+
+
+def _confirmed(path: Path, outcome: Mapping[str, Any]) -> dict[str, Any]:
+    """Return how the thresholds after did against those before, at one level, measured."""
+    found = level(path)
+    point = calibration.estimate([found]).points[0] if found else None
+    return {
+        "concurrency": outcome["concurrency"],
+        "after_tok_s": found.speculative_tok_s if found else None,
+        "before_tok_s": found.plain_tok_s if found else None,
+        "after_over_before": point.ratio if point else None,
+        "low": point.low if point else None,
+        "high": point.high if point else None,
+    }
+
+
+def _about(launch: Mapping[str, Any]) -> dict[str, Any]:
+    release = launch["release"]
+    return {
+        "run_id": launch["run_id"],
+        "date": launch["started"],
+        "arm": {"name": launch["arm"]["name"], "speculation": launch["arm"].get("speculation")},
+        "models": launch["models"],
+        "release": release.get("id"),
+        "versions": {
+            "sglang": release.get("sglang_version"),
+            "torch": release.get("torch_version"),
+            "patch_sets": {one["name"]: one.get("sha256") for one in release.get("patch_sets") or []},
+        },
+        "acceptance_simulated": launch["acceptance_simulated"],
+        "host": launch["host"],
+        "host_fingerprint": launch["host_fingerprint"],
+    }
+
+
+def _adaptive(launch: Mapping[str, Any], limits: calibration.Thresholds, most: int) -> dict[str, Any]:
+    steps = int((launch["arm"].get("speculation") or {}).get("steps") or 1)
+    return calibration.adaptive_config(limits, steps, most)
+
+
+def manifest(root: Path, directory: Path, place: str) -> list[dict[str, Any]]:
+    """Return a calibration's files with their size and hash, and where each belongs below the controller's results."""
+    return profile_levels.manifest(root, directory, place, traces=False)
+
+
+def _json(path: Path, *default: Any) -> Any:
+    try:
+        return files.read_json(path)
+    except FileNotFoundError:
+        if default:
+            return default[0]
+        raise AerieError(f"{path} is missing: the directory is no calibration") from None
+    except ValueError as error:
+        raise AerieError(f"{path} can't be read: {error}") from error

@@ -1,0 +1,183 @@
+"""From what a calibration task asked for and a host's instance to the work of calibrating it. Standard library only: this runs on hosts."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from ansible.module_utils.aerie import files
+from ansible.module_utils.aerie.errors import AerieError, raise_all
+from ansible.module_utils.aerie.measuring import bench_clients, bench_runner, benchmark, calibration_run, records
+from ansible.module_utils.aerie.paths import HostPaths
+from ansible.module_utils.aerie.words import listing, near
+
+PATCH_SET = "dynamic_speculation"
+WORKLOAD = {"dataset": "random-ids", "input_len": 128, "output_len": 256}
+SHORTEST_WINDOW_SECONDS = 0.2
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a calibration task was asked for."""
+
+    run_id: str
+    host: str
+    instance: str
+    arm: dict[str, Any]
+    before: dict[str, int] | None
+    models: dict[str, Any]
+    target: str
+    host_info: dict[str, Any]
+    settings: calibration_run.Settings
+    api_key: str | None
+    client: str | None
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> Request:
+        """Return the request that module parameters make; raise one AerieError with everything that is wrong with them."""
+        found = []
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", given["run_id"]):
+            found.append(f"run id {given['run_id']!r} names a directory: use letters, digits, '-', '_' and '.' only")
+        levels = tuple(given["concurrency"] or ())
+        if levels and (len(set(levels)) != len(levels) or min(levels) < 1):
+            found.append(f"sglang_calibrate_concurrency is {list(levels)}: it must be different whole numbers from 1 on")
+        workload = WORKLOAD | (given["workload"] or {})
+        found += [f"sglang_calibrate_workload.{key}: no such setting{near(key, WORKLOAD)}" for key in workload.keys() - WORKLOAD.keys()]
+        if workload["dataset"] != "random-ids":
+            found.append(f"sglang_calibrate_workload.dataset is {workload['dataset']!r}: a calibration's prompts are random-ids")
+        for key, least in (("input_len", 1), ("output_len", 4)):
+            if not isinstance(workload[key], int) or workload[key] < least:
+                found.append(f"sglang_calibrate_workload.{key} is {workload[key]!r}: it must be a whole number from {least} on")
+        if given["window_seconds"] < SHORTEST_WINDOW_SECONDS:
+            found.append(f"sglang_calibrate_window_seconds is {given['window_seconds']}: it must be {SHORTEST_WINDOW_SECONDS} or more")
+        if given["finer_levels"] < 0:
+            found.append(f"sglang_calibrate_finer_levels is {given['finer_levels']}: it must be 0 or more")
+        arm = given["arm"]
+        if not arm.get("dynamic"):
+            found.append(
+                f"arm {arm.get('name')} has no `dynamic`, so its server can't change over: name one that has in sglang_calibrate_arm, "
+                "such as one with dynamic: {threshold: auto}"
+            )
+        raise_all(found, "the calibration")
+        settings = calibration_run.Settings(
+            concurrency=tuple(sorted(levels)),
+            finer_levels=given["finer_levels"],
+            seconds=given["seconds"],
+            window_seconds=given["window_seconds"],
+            seed=given["seed"],
+            workload=workload,
+            confirm=given["confirm"],
+            timeout_seconds=given["timeout_seconds"],
+        )
+        kept = ("run_id", "host", "instance", "models", "target", "host_info", "api_key", "client")
+        return cls(arm=arm, before=_before(given.get("before")), settings=settings, **{name: given[name] for name in kept})
+
+
+def _before(given: Mapping[str, Any] | None) -> dict[str, int] | None:
+    """Return the thresholds in force: those of a calibration, or of a number, whose lower one the server sets itself."""
+    if not given or given.get("high") is None:
+        return None
+    high = int(given["high"])
+    low = given.get("low")
+    return {"high": high, "low": high - high // 8 if low is None else int(low)}
+
+
+def root(paths: HostPaths) -> Path:
+    """Return the directory of all calibrations on the host."""
+    return paths.root / "calibrations"
+
+
+def directory(paths: HostPaths, asked: Request) -> Path:
+    """Return the directory of the calibration's files."""
+    return root(paths) / asked.run_id
+
+
+def require_release(paths: HostPaths, asked: Request) -> bool:
+    """Raise AerieError where the release that would serve can't change over; return False where there is no release yet."""
+    try:
+        release = files.read_json(paths.current / "release.json")
+    except FileNotFoundError:
+        return False
+    except (OSError, ValueError) as error:
+        raise AerieError(f"{paths.current / 'release.json'} can't be read ({error}): make the release again (patch playbook)") from error
+    _require_patch_set(release, asked)
+    return True
+
+
+def _require_patch_set(release: Mapping[str, Any], asked: Request) -> None:
+    names = [found["name"] for found in release.get("patch_sets") or []]
+    if PATCH_SET not in names:
+        raise AerieError(
+            f"release {release.get('id')} has no patch set {PATCH_SET} (it has {listing(names)}), so arm {asked.arm['name']} can't change "
+            f"over: add {PATCH_SET} to sglang_patches_sets and run playbooks/patch.yml first"
+        )
+
+
+def prepare(paths: HostPaths, asked: Request, before_level: Callable[[], None] = lambda: None) -> calibration_run.Job:
+    """Return the work that ``asked`` means on this host; raise AerieError before anything is written if it can't be done."""
+    home = paths.instance(asked.instance)
+    try:
+        instance = files.read_json(home / "instance.json")
+    except (OSError, ValueError) as error:
+        raise AerieError(f"instance {asked.instance} does not exist ({error}): start it with the sglang_server role") from error
+    if instance.get("state") != "ready":
+        raise AerieError(f"instance {asked.instance} is {instance.get('state')}, not ready: start it with the sglang_server role")
+    if instance["arm"]["name"] != asked.arm["name"]:
+        raise AerieError(f"instance {asked.instance} serves arm {instance['arm']['name']}, not {asked.arm['name']}")
+    release_path = paths.release(instance["release"])
+    try:
+        release = files.read_json(release_path / "release.json")
+    except (OSError, ValueError) as error:
+        raise AerieError(f"the release that is served can't be read ({error}): make one with the sglang_patches role") from error
+    _require_patch_set(release, asked)
+    path = (asked.models.get(asked.target) or {}).get("path")
+    tokenizer = Path(path) if path and Path(path).is_dir() else None
+    package = Path(release["tree"]) / "sglang" if release.get("tree") else None
+    chosen = Path(asked.client) if asked.client else None
+    client = bench_clients.find(release_path, str(release["sglang_version"]), tokenizer, package=package, chosen=chosen)
+    address = str(instance["host"]).strip("[]")
+    return calibration_run.Job(
+        directory=directory(paths, asked),
+        server=bench_runner.Server(
+            host=benchmark.ANY_ADDRESS.get(address, address),
+            port=int(instance["port"]),
+            log=home / "server.log",
+            profile=home / "profile",
+            api_key=asked.api_key,
+        ),
+        client=client,
+        client_environment={str(name): str(value) for name, value in (instance.get("environment") or {}).items()},
+        tokenizer=tokenizer,
+        settings=asked.settings,
+        before=asked.before,
+        definition=_definition(asked, instance, release, client),
+        lock=home / "benchmark.lock",
+        before_level=before_level,
+    )
+
+
+def _definition(asked: Request, instance: Mapping[str, Any], release: Mapping[str, Any], client: bench_clients.Client) -> dict[str, Any]:
+    environment = bench_runner.redacted_environment(instance.get("environment") or asked.arm.get("environment") or {})
+    speculation = asked.arm.get("speculation") or {}
+    names = {"target": asked.target, "draft": speculation.get("draft_model")}
+    return {
+        "run_id": asked.run_id,
+        "host": asked.host,
+        "started": datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z"),
+        "instance": asked.instance,
+        "arm": {**asked.arm, "environment": bench_runner.redacted_environment(asked.arm.get("environment") or {})},
+        "acceptance_simulated": any(environment.get(name, "").strip() not in ("", "0", "-1") for name in records.PINS),
+        "argv": bench_runner.redacted_argv([str(word) for word in instance.get("argv") or []]),
+        "environment": environment,
+        "release": dict(release),
+        "models": {
+            role: {"name": name, "identity": (asked.models.get(name) or {}).get("identity")} for role, name in names.items() if name
+        },
+        "settings": calibration_run.describe(asked.settings),
+        "client": client.identity(),
+        "host_fingerprint": benchmark.fingerprint(asked.host_info),
+    }

@@ -1,0 +1,124 @@
+# Copyright: Aerie contributors
+# GNU General Public License v3.0+ (see https://www.gnu.org/licenses/gpl-3.0.txt)
+"""Chooses the arm, starts its calibration on the host, shows how it goes and brings its files; decides on the controller alone."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import yaml
+from ansible.utils.display import Display
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+import aerie_controller  # noqa: F401  makes ansible.module_utils.aerie importable
+from aerie_controller.detached import DetachedAction
+from aerie_controller.variables_file import plain
+
+HEAD = """---
+# Written by playbooks/calibrate.yml, run {run_id}, for {host}. Arms with dynamic.threshold auto use it at their next start.
+# {sentence}
+# It holds for this host, release, models and draft settings only: docs/reference/calibration.md
+"""
+
+
+class ActionModule(DetachedAction):
+    TRANSFERS_FILES = True
+
+    def prepare(self, arguments: dict[str, Any], task_vars: dict[str, Any]) -> dict[str, Any]:  # noqa: ARG002
+        from ansible.module_utils.aerie.errors import AerieError
+        from ansible.module_utils.aerie.words import listing, near
+
+        arms = arguments.pop("arms", None) or {}
+        name = arguments.get("arm")
+        if isinstance(name, str):
+            if name not in arms:
+                raise AerieError(f"sglang_calibrate_arm: {name!r} is not in sglang_server_arms{near(name, arms)}; it has {listing(arms)}")
+            arguments["arm"] = {**(arms[name] or {}), "name": name}
+        return arguments
+
+    def run(self, tmp: str | None = None, task_vars: dict[str, Any] | None = None) -> dict[str, Any]:
+        from ansible.module_utils.aerie.errors import AerieError
+
+        try:
+            if self._task.args.get("state") == "decided":
+                return self._decided(dict(self._task.args))
+            result = super().run(tmp, task_vars)
+            return result if result.get("failed") or "files" not in result else self._bring(result, task_vars or {})
+        except AerieError as error:
+            return {"failed": True, "msg": str(error)}
+        except OSError as error:
+            return {"failed": True, "msg": f"{error.filename}: {error.strerror}"}
+
+    def _decided(self, given: dict[str, Any]) -> dict[str, Any]:
+        from ansible.module_utils.aerie.errors import AerieError
+        from ansible.module_utils.aerie.files import write_atomic
+        from ansible.module_utils.aerie.measuring import calibration_files, calibration_table
+
+        dest = Path(self._loader.path_dwim(given["dest"]))
+        asked = plain(given.get("records") or {})
+        found = (
+            calibration_files.of_records(dest, given["host"], asked)
+            if asked
+            else calibration_files.read(dest / "calibration" / given["run_id"] / given["host"])
+        )
+        path = Path(self._loader.path_dwim(given["path"]))
+        page = Path(self._loader.path_dwim(given["page"])) if given.get("page") else path.with_suffix(".html")
+        told = found["calibration"]
+        head = HEAD.format(run_id=told["run_id"], host=told["host"], sentence=found["sentence"])
+        text = head + yaml.safe_dump({"sglang_server_calibration": plain(told)}, sort_keys=False, allow_unicode=True, width=130)
+        figures = dest / "calibration" / told["run_id"] / given["host"] / "calibration.json"
+        written = {path: text, figures: json.dumps(found, indent=1, sort_keys=True, ensure_ascii=False) + "\n"}
+        table = calibration_table.render(found, {"variables": str(path), "page": str(page)})
+        display = Display()
+        display.display(f"\n{table}")
+        try:
+            from aerie_controller import report
+
+            written[page] = report.render_calibration(found)
+        except AerieError as error:  # the figures are there, and the page can be made elsewhere
+            display.warning(f"no page: {error}")
+        before = path.read_text() if path.is_file() else ""
+        changed = [one for one, content in written.items() if not one.is_file() or one.read_text() != content]
+        if not self._task.check_mode:
+            for one in changed:
+                write_atomic(one, written[one])
+        told = {"changed": bool(changed), "calibration": told, "table": table, "path": str(path), "page": str(page)}
+        diff = {"before_header": str(path), "after_header": str(path), "before": before, "after": text}
+        return told | ({"diff": diff} if self._task.diff else {})
+
+    def _bring(self, result: dict[str, Any], task_vars: dict[str, Any]) -> dict[str, Any]:
+        from ansible.module_utils.aerie.measuring import collection
+        from ansible.module_utils.aerie.profiling import profile_levels
+
+        dest = self._task.args.get("dest")
+        if not dest:
+            return result
+        lacking = collection.missing(result["files"], Path(dest))
+        if lacking:
+            profile_levels.set_aside(Path(dest, *Path(result["files"][0]["place"]).parts[:3]))
+            lacking = result["files"]
+            self._fetch(lacking, Path(dest), task_vars)
+        return result | {"fetched": [entry["place"] for entry in lacking]}
+
+    def _fetch(self, lacking: list[dict[str, Any]], dest: Path, task_vars: dict[str, Any]) -> None:
+        from ansible.module_utils.aerie.errors import AerieError
+        from ansible.module_utils.aerie.measuring import collection
+
+        shell = self._connection._shell
+        remote = shell.join_path(shell.tmpdir or self._make_tmp_path(), "calibration.tar.gz")
+        arguments = {name: self._task.args[name] for name in ("root", "instance")}
+        arguments |= {"archive": remote, "wanted": [entry["path"] for entry in lacking]}
+        packed = self._execute_module(module_args=arguments, task_vars=task_vars)
+        if packed.get("failed"):
+            raise AerieError(f"the host could not pack its calibration: {packed.get('msg')}")
+        try:
+            with tempfile.TemporaryDirectory() as scratch:
+                local = Path(scratch) / "calibration.tar.gz"
+                self._connection.fetch_file(remote, str(local))
+                collection.unpack(local, lacking, dest)
+        finally:
+            self._remove_tmp_path(shell.tmpdir, force=True)
