@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 TESTS = Path(__file__).parent
-sys.path[:0] = [str(TESTS), str(TESTS / "targets")]
+sys.path[:0] = [str(TESTS), str(TESTS / "targets"), str(TESTS / "e2e")]
 TOGETHER = {
     "the demo's host": ("e2e/test_adopted.py", "e2e/test_demo.py", "e2e/test_profile.py", "e2e/test_refused_input.py"),
     "booted hosts": ("targets/",),
