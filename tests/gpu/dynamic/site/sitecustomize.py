@@ -1,0 +1,54 @@
+"""What tokens.sh puts into SGLang on a GPU. Python imports this at its start where the directory is on PYTHONPATH.
+
+AERIE_TEST_NATIVE names layers that run as torch's own operators, in all servers that are compared: those whose kernels know no float32
+(sgl-kernel 0.4.4 has RMSNorm for 16-bit types only), round it (the activation is compiled with fast math), or are seldom used (the rotation
+for heads of 32). Attention, projections and sampling stay.
+AERIE_TEST_STEPS=FILE makes the worker write its decode steps, as tests/e2e/cpu_server has it, but only while FILE.on exists: to write them
+it waits for the GPU, which would hide an error of order between streams.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+SHARED = Path(__file__).resolve().parents[3] / "e2e/cpu_server/sitecustomize.py"
+NATIVE = os.environ.get("AERIE_TEST_NATIVE", "").split()
+
+
+def run_natively(module: ModuleType) -> None:
+    dispatch = module.MultiPlatformOp.dispatch_forward
+
+    def chosen(self: Any) -> Any:
+        return self.forward_native if type(self).__name__ in NATIVE else dispatch(self)
+
+    module.MultiPlatformOp.dispatch_forward = chosen
+
+
+def write_steps_while_asked(module: ModuleType) -> None:
+    worker, drafter = module.EAGLEWorkerV2, module.EagleDraftWorker
+    quiet = worker.forward_batch_generation, drafter.draft
+    shared.write_steps(module)
+    noted = worker.forward_batch_generation, drafter.draft
+    switch = f"{os.environ['AERIE_TEST_STEPS']}.on"
+
+    def step(self: Any, *given: Any, **named: Any) -> Any:
+        return (noted if os.path.exists(switch) else quiet)[0](self, *given, **named)  # noqa: PTH110 (each step: as cheap as can be)
+
+    def draft(self: Any, *given: Any, **named: Any) -> Any:
+        return (noted if os.path.exists(switch) else quiet)[1](self, *given, **named)  # noqa: PTH110
+
+    worker.forward_batch_generation, drafter.draft = step, draft
+
+
+spec = importlib.util.spec_from_file_location("aerie_cpu_server_site", SHARED)
+if spec is not None and spec.loader is not None:
+    shared = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(shared)
+    if NATIVE:
+        shared.CHANGES["sglang.srt.layers.utils.multi_platform"] = run_natively
+    if os.environ.get("AERIE_TEST_STEPS"):
+        shared.CHANGES[shared.WORKER] = write_steps_while_asked
