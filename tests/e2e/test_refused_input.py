@@ -17,32 +17,53 @@ from runs import PROJECT, processes_of, snapshot
 MODELS = PROJECT / "models/tiny"
 
 
-def instance(**more: Any) -> dict[str, Any]:
-    return {"main": {"arm": "eagle3", "model": "target", "port": 30000, **more}}
-
-
 def model(path: Path | str) -> dict[str, str]:
     return {"path": str(path), "source": "host"}
 
 
-MISTYPED = {
-    "unknown variable": ({"sglang_server_armz": {}}, "sglang_server_arms"),
-    "unknown profile": ({"aerie_profile": "gpu"}, "cuda, cpu"),
-    "version without a lock": ({"sglang_release_version": "9.9.9"}, "9.9.9"),
-    "unknown experiment": ({"sglang_benchmark_experiment": "smoked"}, "did you mean 'smoke'"),
-    "unknown arm": ({"sglang_server_instances": instance(arm="eagle")}, "did you mean 'eagle3'"),
-    "unknown model": ({"sglang_server_instances": instance(model="targets")}, "did you mean 'target'"),
-    "a port that is none": ({"sglang_server_instances": instance(port="many")}, "port"),
-    "unknown patch set": ({"sglang_patches_sets": ["phase_profilr"]}, "phase_profiler"),
-    "exposed without a key": ({"sglang_server_instances": instance(host="0.0.0.0")}, "sglang_server_api_key"),
-    "unknown flag": ({"sglang_server_flags": {"max_runing_requests": 8}}, "max-running-requests"),
-    "model directory missing": (
-        {"sglang_models_catalog": {"target": model("/nowhere/target"), "draft": model(MODELS / "draft-eagle3")}},
-        "/nowhere/target",
+def instance(**more: Any) -> dict[str, Any]:
+    return {"arm": "eagle3", "model": "target", "port": 30000, **more}
+
+
+MISTAKES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "in names and values": (
+        {
+            "sglang_server_armz": {},
+            "aerie_root_dir": "/x",
+            "sglang_release_version": "9.9.9",
+            "sglang_benchmark_experiment": "smoked",
+            "sglang_patches_sets": ["phase_profilr"],
+            "sglang_server_instances": {
+                "arm": instance(arm="eagle"),
+                "model": instance(model="targets", port=30001),
+                "port": instance(port="many"),
+                "exposed": instance(host="0.0.0.0", port=30002),
+            },
+        },
+        (
+            "did you mean 'sglang_server_arms'",
+            "aerie_root_dir",
+            "9.9.9",
+            "did you mean 'smoke'",
+            "did you mean 'phase_profiler'",
+            "did you mean 'eagle3'",
+            "did you mean 'target'",
+            "many",
+            "sglang_server_api_key",
+        ),
     ),
-    "too little memory": ({"gpu_host_memory_required_gib": 100000}, "100000 GiB needed"),
-    "too little disk": ({"gpu_host_disk_required_gib": 100000}, "100000 GiB needed"),
+    "in the profile": ({"aerie_profile": "gpu"}, ("cuda, cpu",)),
+    "in a flag": ({"sglang_server_flags": {"max_runing_requests": 8}}, ("max-running-requests",)),
+    "about the host": (
+        {
+            "gpu_host_memory_required_gib": 100000,
+            "gpu_host_disk_required_gib": 200000,
+            "sglang_models_catalog": {"target": model("/nowhere/target"), "draft": model(MODELS / "draft-eagle3")},
+        },
+        ("100000 GiB needed", "200000 GiB needed", "/nowhere/target"),
+    ),
 }
+"""Variables with mistakes that are found together, and what is said of each."""
 
 
 @pytest.fixture(scope="module")
@@ -72,13 +93,9 @@ def host_state(root: Path) -> dict[str, str]:
     return {path: what for path, what in snapshot(root).items() if not path.startswith(("lease.", "jobs/"))}
 
 
-@pytest.mark.parametrize(("variables", "text"), MISTYPED.values(), ids=MISTYPED.keys())
-def test_what_can_not_be_meant_is_refused_before_anything_changes(refused, variables, text):
-    refused(variables, text)
-
-
-def test_all_mistakes_are_told_at_once(refused):
-    refused({"sglang_server_armz": {}, "sglang_release_version": "9.9.9", "aerie_root_dir": "/x"}, "armz", "9.9.9", "aerie_root_dir")
+@pytest.mark.parametrize(("variables", "texts"), MISTAKES.values(), ids=MISTAKES.keys())
+def test_mistakes_are_all_told_at_once_before_anything_changes(refused, variables, texts):
+    refused(variables, *texts)
 
 
 def test_a_host_without_a_gpu_is_refused_by_the_cuda_profile(refused):
@@ -96,7 +113,7 @@ def test_a_draft_that_does_not_fit_its_target_is_refused(refused, tmp_path):
 def test_a_port_in_use_is_refused_with_who_has_it(refused):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        refused({"sglang_server_instances": instance(port=port)}, f"port {port}", f"process {os.getpid()}")
+        refused({"sglang_server_instances": {"main": instance(port=port)}}, f"port {port}", f"process {os.getpid()}")
 
 
 def test_a_file_that_is_neither_the_wheels_nor_ours_is_refused_with_its_difference(deployed, refused, demo):
@@ -120,8 +137,8 @@ def test_a_live_lease_of_another_controller_is_refused(refused, demo):
 
 
 def test_a_server_that_dies_while_starting_is_reported_with_its_last_lines(stopped, demo):
-    variables = {"sglang_server_instances": instance(port=demo.port, environment={"SGLANG_EXTERNAL_MODEL_PACKAGE": "no_such_package"})}
-    done = demo.run("playbooks/start.yml", **variables)
+    dies = instance(port=demo.port, environment={"SGLANG_EXTERNAL_MODEL_PACKAGE": "no_such_package"})
+    done = demo.run("playbooks/start.yml", sglang_server_instances={"main": dies})
     assert done.status != 0
     assert "no_such_package" in done.output
     assert processes_of(demo.root) == []
