@@ -31,7 +31,7 @@ from runs import PROCESSES_OF, PROJECT, playbook
 
 CACHE = PROJECT / ".cache"
 ROOT_ON_HOSTS = Path("/opt/aerie")
-HOSTS = 18  # the deployment's two, ten of a fleet, and some for each role's own tests
+HOSTS = 19  # the deployment's two, ten of a fleet, and some for each role's own tests
 
 
 @dataclass(frozen=True)

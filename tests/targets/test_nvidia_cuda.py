@@ -1,7 +1,7 @@
 """nvidia_cuda brings exactly what was asked for, moves nothing else, holds it, and leaves no trace when it goes.
 
-One is a bare GPU host of fakes (tests/targets/fakes), the other a container of an Ubuntu 24.04. Each test goes on from the state that
-the one before left, as a host's life does.
+Two are bare GPU hosts of fakes (tests/targets/fakes), a Debian and an Ubuntu 24.04; the third is a container of an Ubuntu 24.04. Each test
+goes on from the state that the one before left, as a host's life does.
 """
 
 from __future__ import annotations
@@ -102,15 +102,43 @@ except AerieError as error:
 
 
 @dataclass(frozen=True)
+class Distribution:
+    """What is other on a bare host of another distribution; NVIDIA splits and names its driver by the distribution's customs."""
+
+    kernel: str
+    repository: str
+    revision: str
+    module: str
+    library: str
+
+    def chosen(self, versions: dict[str, str]) -> dict[str, str]:
+        """The same with the driver as this distribution's repository has it."""
+        return versions | {"driver": f"{versions['driver'].partition('-')[0]}-{self.revision}"}
+
+
+DISTRIBUTIONS = {
+    "debian": Distribution(repository.KERNEL, "cuda/", "1", "nvidia-kernel-open-dkms", "libcuda1"),
+    "ubuntu": Distribution(scenarios.UBUNTU_KERNEL, "ubuntu2404/", "1ubuntu1", "nvidia-dkms-580-open", "libnvidia-compute-580"),
+}
+on_each = pytest.mark.parametrize("system", DISTRIBUTIONS)
+
+
+@dataclass(frozen=True)
 class Site:
-    """Two hosts, the repository that they install from, and how to work on them."""
+    """Three hosts, the repositories that they install from, and how to work on them."""
 
     fleet: BootedHosts
     bare: Host
+    ubuntu: Host
     container: Host
     url: str
     keys: dict[str, str]
     directory: Path
+
+    @property
+    def hosts(self) -> dict[str, Host]:
+        """The bare hosts by their distribution."""
+        return {"debian": self.bare, "ubuntu": self.ubuntu}
 
     def on(self, host: Host, command: str, *, check: bool = True) -> str:
         done = self.fleet.ssh(host, command)
@@ -136,7 +164,8 @@ class Site:
 
     def plan(self, host: Host, **asked: Any) -> dict[str, Any]:
         """What the core plans on a host, or why it refuses; nothing is done without `apply`."""
-        repository_there = {"url": f"{self.url}cuda/", "key_url": f"{self.url}cuda/fake-cuda.asc", "fingerprints": [self.keys["cuda"]]}
+        url = f"{self.url}{'cuda/' if host == self.bare else 'ubuntu2404/'}"
+        repository_there = {"url": url, "key_url": f"{url}fake-cuda.asc", "fingerprints": [self.keys["cuda"]]}
         answer: dict[str, Any] = self.python(host, CORE, json.dumps({"repositories": {}} | repository_there | asked))
         return answer
 
@@ -148,57 +177,65 @@ class Site:
 
 @pytest.fixture(scope="module")
 def site(pool: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    fleet, hosts = pool.fleet, pool.take(2)
+    fleet, hosts = pool.fleet, pool.take(3)
     directory = tmp_path_factory.mktemp("cuda")
     (directory / "answers").mkdir()
     keys = repository.make(directory / "repository")
     server = repository.server(directory / "repository")
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    site = Site(fleet, hosts[0], hosts[1], f"http://{repository.CONTROLLER}:{server.server_port}/", keys, directory)
+    site = Site(fleet, *hosts, f"http://{repository.CONTROLLER}:{server.server_port}/", keys, directory)
     key = (directory / "repository/system/fake-system.asc").read_text()
     core = BytesIO()
     with tarfile.open(fileobj=core, mode="w") as archive:
         archive.add(
             PROJECT / "module_utils/aerie", "ansible/module_utils/aerie", filter=lambda item: None if "__pycache__" in item.name else item
         )
-    for host, scenario in ((site.bare, "workstation"), (site.container, "container")):
+    for host, scenario in ((site.bare, "workstation"), (site.ubuntu, "ubuntu"), (site.container, "container")):
         fake_host.prepare(fleet.ssh_config, host.address, site.url, key, scenarios.named(scenario))
         argv = ["ssh", "-F", str(fleet.ssh_config), host.address, "mkdir -p /run/aerie-core && tar -x --no-same-owner -C /run/aerie-core"]
         subprocess.run(argv, input=core.getvalue(), check=True, timeout=60)
     site.on(site.bare, "modprobe -r nvidia; apt-get -qq --allow-downgrades install --yes fake-bystander=1.0")
-    site.on(site.container, "cp --remove-destination $(readlink -f /etc/os-release) /etc/os-release.before && rm /etc/os-release")
-    site.on(site.container, 'printf \'ID=ubuntu\\nVERSION_ID="24.04"\\nPRETTY_NAME="Ubuntu 24.04 LTS"\\n\' > /etc/os-release')
+    site.on(site.ubuntu, "modprobe -r nvidia")
+    for host in (site.ubuntu, site.container):
+        text = 'ID=ubuntu\\nVERSION_ID="24.04"\\nPRETTY_NAME="Ubuntu 24.04 LTS"\\n'
+        site.on(host, f"rm /etc/os-release && printf '{text}' > /etc/os-release")
     yield site
-    for host in (site.bare, site.container):
+    for host in hosts:
         site.on(host, "rm -rf /etc/fake-host")
         site.plan(host, absent=True, apply=True)
-    site.on(site.bare, "modprobe -r nvidia")
-    site.on(site.container, "rm /etc/os-release && ln -s ../usr/lib/os-release /etc/os-release && rm /etc/os-release.before")
+    for host in site.hosts.values():
+        site.on(host, "modprobe -r nvidia")
+    for host in (site.ubuntu, site.container):
+        site.on(host, "rm /etc/os-release && ln -s ../usr/lib/os-release /etc/os-release")
     server.shutdown()
 
 
 @pytest.fixture(scope="module")
 def run(site: Site) -> Callable[..., Run]:
-    """Run the role on the hosts with variables over the inventory's. The container's repository is known by its distribution only."""
-    cuda = f"{site.url}cuda/"
+    """Run the role on the hosts with variables over the inventory's. The Ubuntus' repository is known by its distribution only."""
+    cuda, ubuntu = f"{site.url}cuda/", f"{site.url}ubuntu2404/"
     wanted = {
-        "nvidia_cuda_driver_version": OLD["driver"],
         "nvidia_cuda_toolkit_version": OLD["toolkit"],
         "nvidia_cuda_nccl_version": OLD["nccl"],
     }
     ours = {
+        "nvidia_cuda_driver_version": OLD["driver"],
         "nvidia_cuda_repository_url": cuda,
         "nvidia_cuda_repository_key_url": f"{cuda}fake-cuda.asc",
         "nvidia_cuda_repository_key_fingerprint": site.keys["cuda"],
     }
-    known = {"url": cuda, "key_url": f"{cuda}fake-cuda.asc", "key_fingerprints": [site.keys["cuda"]]}
+    known = {"ubuntu2404": {"url": ubuntu, "key_url": f"{ubuntu}fake-cuda.asc", "key_fingerprints": [site.keys["cuda"]]}}
     hosts = {
         site.bare.name: {"ansible_host": site.bare.address, "ansible_user": "root", **ours},
-        site.container.name: {
-            "ansible_host": site.container.address,
-            "ansible_user": "ops",
-            "ansible_become": True,
-            "nvidia_cuda_repositories": {"ubuntu2404": known},
+        **{
+            host.name: {
+                "ansible_host": host.address,
+                "ansible_user": "ops",
+                "ansible_become": True,
+                "nvidia_cuda_driver_version": DISTRIBUTIONS["ubuntu"].chosen(OLD)["driver"],
+                "nvidia_cuda_repositories": known,
+            }
+            for host in (site.ubuntu, site.container)
         },
     }
     variables = {
@@ -219,20 +256,25 @@ def run(site: Site) -> Callable[..., Run]:
 
 
 @pytest.fixture(scope="module")
-def bare_tree(site: Site) -> dict[str, str]:
-    return site.tree(site.bare)
+def bare_trees(site: Site) -> dict[str, dict[str, str]]:
+    return {system: site.tree(host) for system, host in site.hosts.items()}
 
 
 @pytest.fixture(scope="module")
-def bare_versions(site: Site) -> dict[str, str]:
-    return site.versions(site.bare)
+def bare_tree(bare_trees: dict[str, dict[str, str]]) -> dict[str, str]:
+    return bare_trees["debian"]
 
 
 @pytest.fixture(scope="module")
-def foretold(run, site, bare_tree) -> dict[str, dict[str, Any]]:
+def bare_versions(site: Site) -> dict[str, dict[str, str]]:
+    return {system: site.versions(host) for system, host in site.hosts.items()}
+
+
+@pytest.fixture(scope="module")
+def foretold(run, site, bare_trees) -> dict[str, dict[str, Any]]:
     """What a check of the bare hosts foretells."""
     run("--check", "--diff").require_success()
-    return {host.name: site.answer(host) for host in (site.bare, site.container)}
+    return {host.name: site.answer(host) for host in (*site.hosts.values(), site.container)}
 
 
 @pytest.fixture(scope="module")
@@ -242,13 +284,25 @@ def installed(run, site, foretold, bare_versions) -> Run:
 
 @pytest.fixture(scope="module")
 def upgraded(run, site, installed) -> Run:
-    site.on(site.bare, "modprobe nvidia")  # the old driver runs
+    for host in site.hosts.values():
+        site.on(host, "modprobe nvidia")  # the old driver runs
     variables = {
         "nvidia_cuda_driver_version": "580.105",
         "nvidia_cuda_toolkit_version": NEW["toolkit"],
         "nvidia_cuda_nccl_version": NEW["nccl"],
     }
     return run(variables=variables).require_success()
+
+
+@pytest.fixture(scope="module")
+def reverted(run, site, upgraded) -> dict[str, tuple[set[str], set[str]]]:
+    """By distribution, the packages that were to go as a plan foretold, and all that were there; then they were taken away."""
+    told = {}
+    for system, host in site.hosts.items():
+        gone = {move["name"] for move in site.plan(host, absent=True)["moves"] if move["after"] is None}
+        told[system] = gone, set(site.versions(host))
+    run(variables={"nvidia_cuda_state": "absent"}).require_success()
+    return told
 
 
 def chosen(versions: dict[str, str]) -> dict[str, str | None]:
@@ -258,12 +312,14 @@ def chosen(versions: dict[str, str]) -> dict[str, str | None]:
 # -- a bare host
 
 
-def test_a_check_of_a_bare_host_foretells_every_package_and_writes_nothing(foretold, site, bare_tree):
-    moves = {move["name"]: move["after"] for move in foretold[site.bare.name]["moves"]}
-    assert chosen(moves) == OLD
-    assert {"cuda-nvcc-13-0", "nvidia-kernel-open-dkms", f"linux-headers-{repository.HEADERS}"} <= set(moves)
-    assert foretold[site.bare.name]["complete"] is True
-    assert site.tree(site.bare) == bare_tree
+@on_each
+def test_a_check_of_a_bare_host_foretells_every_package_and_writes_nothing(system, foretold, site, bare_trees):
+    host, its = site.hosts[system], DISTRIBUTIONS[system]
+    moves = {move["name"]: move["after"] for move in foretold[host.name]["moves"]}
+    assert chosen(moves) == its.chosen(OLD)
+    assert {"cuda-nvcc-13-0", its.module, its.library, repository.headers_of(its.kernel)} <= set(moves)
+    assert foretold[host.name]["complete"] is True
+    assert site.tree(host) == bare_trees[system]
 
 
 def test_a_check_without_the_repository_foretells_what_it_can(site, bare_tree):
@@ -293,33 +349,44 @@ def test_a_version_that_nobody_offers_is_refused_with_those_that_are(site, bare_
 # -- installation
 
 
-def test_what_is_installed_is_what_was_foretold(installed, foretold, site, bare_versions):
-    after = site.versions(site.bare)
-    moved = {name: version for name, version in after.items() if bare_versions.get(name) != version}
-    assert moved == {move["name"]: move["after"] for move in foretold[site.bare.name]["moves"]}
-    assert chosen(after) == OLD
+@on_each
+def test_what_is_installed_is_what_was_foretold(system, installed, foretold, site, bare_versions):
+    host = site.hosts[system]
+    after = site.versions(host)
+    moved = {name: version for name, version in after.items() if bare_versions[system].get(name) != version}
+    assert moved == {move["name"]: move["after"] for move in foretold[host.name]["moves"]}
+    assert chosen(after) == DISTRIBUTIONS[system].chosen(OLD)
 
 
-def test_the_repositorys_key_and_pins_are_in_place(installed, site):
-    assert f"URIs: {site.url}cuda/" in site.on(site.bare, f"cat {OUR_FILES[0]}")
-    policy = site.on(site.bare, "apt-cache policy nvidia-open cuda-toolkit-13-0")
-    assert f"Candidate: {OLD['driver']}" in policy and f"Candidate: {OLD['toolkit']}" in policy
+@on_each
+def test_the_repositorys_key_and_pins_are_in_place(system, installed, site):
+    host, its = site.hosts[system], DISTRIBUTIONS[system]
+    assert f"URIs: {site.url}{its.repository}" in site.on(host, f"cat {OUR_FILES[0]}")
+    policy = site.on(host, "apt-cache policy nvidia-open cuda-toolkit-13-0")
+    assert f"Candidate: {its.chosen(OLD)['driver']}" in policy and f"Candidate: {OLD['toolkit']}" in policy
 
 
-def test_the_driver_is_built_and_the_persistence_daemon_enabled(installed, site):
-    site.on(site.bare, f"test -d /var/lib/dkms/nvidia/580.95.05/{repository.KERNEL}")
-    assert site.on(site.bare, "systemctl is-enabled nvidia-persistenced") == "enabled"
+@on_each
+def test_the_driver_is_built_for_the_running_kernel_and_the_persistence_daemon_enabled(system, installed, site):
+    host = site.hosts[system]
+    assert (
+        site.on(host, "ls /var/lib/dkms/nvidia/580.95.05")
+        == DISTRIBUTIONS[system].kernel
+        == site.on(host, "cat /proc/sys/kernel/osrelease")
+    )
+    assert site.on(host, "systemctl is-enabled nvidia-persistenced") == "enabled"
 
 
-def test_a_driver_that_is_not_loaded_yet_asks_for_a_boot(installed, site):
-    answer = site.answer(site.bare)
+@on_each
+def test_a_driver_that_is_not_loaded_yet_asks_for_a_boot(system, installed, site):
+    answer = site.answer(site.hosts[system])
     assert (answer["reboot_required"], answer["driver"]["loaded"], answer["driver"]["installed"]) == (True, None, "580.95.05")
 
 
 def test_a_second_run_changes_nothing_with_few_calls(installed, site, run):
     again = run().require_success()
-    assert [numbers["changed"] for numbers in again.stats.values()] == [0, 0]
-    for host in (site.bare.name, site.container.name):
+    assert [numbers["changed"] for numbers in again.stats.values()] == [0, 0, 0]
+    for host in (site.bare.name, site.ubuntu.name, site.container.name):
         assert again.calls[host].count("nvidia_packages") == 1
         assert len(again.calls[host]) <= MODULE_CALLS, again.calls[host]
 
@@ -327,13 +394,26 @@ def test_a_second_run_changes_nothing_with_few_calls(installed, site, run):
 # -- upgrade, downgrade, holds
 
 
-def test_an_upgrade_moves_all_pieces_together(upgraded, site):
-    after = site.versions(site.bare)
-    assert chosen(after) == NEW
-    assert {after[name] for name in ("libcuda1", "nvidia-kernel-open-dkms", "nvidia-persistenced")} == {NEW["driver"]}
-    assert after["fake-bystander"] == "1.0"
-    reason = site.answer(site.bare)["reboot_reason"]
+@on_each
+def test_an_upgrade_moves_all_pieces_together(system, upgraded, site, bare_versions):
+    host, its = site.hosts[system], DISTRIBUTIONS[system]
+    after = site.versions(host)
+    assert chosen(after) == its.chosen(NEW)
+    pieces = {name: version for name, version in after.items() if name.startswith(("nvidia", "libnvidia", "libcuda"))}
+    assert {its.module, its.library, "nvidia-persistenced"} <= set(pieces)
+    assert {version.partition("-")[0] for version in pieces.values()} == {"580.105.08"}
+    assert set(pieces) <= site.held(host)
+    assert after.get("fake-bystander") == bare_versions[system].get("fake-bystander")
+    reason = site.answer(host)["reboot_reason"]
     assert reason == "the NVIDIA driver 580.105.08 is installed, and 580.95.05 is loaded"
+
+
+def test_a_distributions_own_build_of_the_driver_is_not_mixed_in(upgraded, site):
+    """Ubuntu has libnvidia-compute-580 too: the version that is installed in a revision of its own, and a newer one."""
+    offered = site.on(site.ubuntu, "apt-cache madison libnvidia-compute-580")
+    assert "580.178.04-0ubuntu0.24.04.1" in offered and "580.95.05-0ubuntu0.24.04.1" in offered
+    assert site.versions(site.ubuntu)["libnvidia-compute-580"] == "580.105.08-0ubuntu1"
+    assert "Inst " not in site.on(site.ubuntu, "apt-get --simulate dist-upgrade")
 
 
 def test_a_downgrade_is_refused_unless_allowed(upgraded, site):
@@ -411,15 +491,17 @@ def test_a_containers_user_space_is_checked_against_the_loaded_driver(upgraded, 
 # -- and away
 
 
-def test_a_revert_leaves_no_trace(upgraded, run, site, bare_tree, bare_versions):
-    foretold = site.plan(site.bare, absent=True)
-    assert {move["name"] for move in foretold["moves"] if move["after"] is None} == set(site.versions(site.bare)) - set(bare_versions)
-    run(variables={"nvidia_cuda_state": "absent"}).require_success()
-    assert site.versions(site.bare) == bare_versions | {"fake-bystander": "2.0"}
-    assert site.held(site.bare) == set()
-    site.on(site.bare, "apt-get -qq --yes --allow-downgrades install fake-bystander=1.0")
-    assert site.tree(site.bare) == bare_tree
-    assert site.plan(site.bare, absent=True)["changed"] is False
+@on_each
+def test_a_revert_leaves_no_trace(system, reverted, site, bare_trees, bare_versions):
+    host, (gone, before) = site.hosts[system], reverted[system]
+    assert gone == before - set(bare_versions[system])
+    if host == site.bare:  # an earlier test upgraded the host
+        assert site.versions(host)["fake-bystander"] == "2.0"
+        site.on(host, "apt-get -qq --yes --allow-downgrades install fake-bystander=1.0")
+    assert site.versions(host) == bare_versions[system]
+    assert site.held(host) == set()
+    assert site.tree(host) == bare_trees[system]
+    assert site.plan(host, absent=True)["changed"] is False
 
 
 # -- hosts that somebody worked on before

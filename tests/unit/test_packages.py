@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,7 @@ from ansible.module_utils.aerie.errors import AerieError
 from ansible.module_utils.aerie.host import apt, apt_key, dpkg, packages
 from ansible.module_utils.aerie.host.apt import Repository
 from ansible.module_utils.aerie.host.dpkg import Move
-from ansible.module_utils.aerie.host.packages import Driver, Manifest, Request, Want
+from ansible.module_utils.aerie.host.packages import Driver, Manifest, Plan, Request, Want
 
 import nvidia_packages
 
@@ -181,6 +183,14 @@ def test_a_repository_without_address_or_fingerprint_is_refused(request_, messag
         packages.repository_of(request_, "ubuntu2404")
 
 
+def test_headers_are_those_of_the_running_kernel_as_its_distribution_names_it(tmp_path):
+    (tmp_path / "proc/sys/kernel").mkdir(parents=True)
+    (tmp_path / "proc/sys/kernel/osrelease").write_text("6.8.0-88-generic\n")
+    names = [wanted.name for wanted in Request(Path("/x"), {}).wants(packages.running_kernel(tmp_path))]
+    assert names[:2] == ["linux-headers-6.8.0-88-generic", "nvidia-open"]
+    assert packages.running_kernel() == os.uname().release
+
+
 @pytest.mark.parametrize(
     ("text", "name"), [('ID=ubuntu\nVERSION_ID="24.04"\n', "ubuntu2404"), ("ID=debian\nVERSION_ID='13'\n", "debian13")]
 )
@@ -268,6 +278,44 @@ def test_pieces_of_the_driver_are_those_of_its_version():
     driver = next(wanted for wanted in Request(Path("/x"), {}).wants("6.8") if wanted.name == "nvidia-open")
     assert packages.belongs("libnvidia-ml1", "580.105.08-2", driver, "580.105.08-1")
     assert not packages.belongs("nvidia-container-toolkit", "1.18.0-1", driver, "580.105.08-1")
+
+
+@dataclass(frozen=True)
+class Offering:
+    """A stage that knows what each package is offered in."""
+
+    offered: dict[str, list[str]]
+    repository: Repository
+
+    def offers(self, names: Iterable[str]) -> dict[str, list[tuple[str, str]]]:
+        return {name: offers(*self.offered.get(name, ())) for name in names}
+
+
+def test_pieces_that_depend_on_the_driver_loosely_move_with_it():
+    installed = {
+        "nvidia-open": "580.95.05-1ubuntu1",
+        "nvidia-modprobe": "580.95.05-0ubuntu1",
+        "libnvidia-compute-580": "580.95.05-0ubuntu1",
+        "nvidia-container-toolkit": "1.18.0-1",
+        "cuda-toolkit-13-0": "13.0.1-1",
+    }
+    offered = {"nvidia-modprobe": ["580.105.08-0ubuntu1", "580.95.05-0ubuntu1"], "nvidia-container-toolkit": ["1.19.0-1"]}
+    stage = Offering(offered, Repository(URL, "/", (), b""))
+    wants = Request(Path("/x"), {}).wants("6.8")
+    made = Plan(Request(Path("/x"), {}), Driver(True, None, None), {}, Manifest(), wants)
+    made.versions = {"nvidia-open": "580.105.08-1ubuntu1", "cuda-toolkit-13-0": "13.0.2-1"}
+    # what the new version has no more, apt takes care of
+    assert packages.left_behind(made, stage, installed) == {"nvidia-modprobe": "580.105.08-0ubuntu1"}  # type: ignore[arg-type]
+    assert packages.left_behind(made, stage, {}) == {}  # type: ignore[arg-type]
+    made.versions["nvidia-open"] = installed["nvidia-open"]
+    assert packages.left_behind(made, stage, installed) == {}  # type: ignore[arg-type]
+
+
+def test_a_piece_comes_from_nvidia_where_a_distribution_builds_the_same_version():
+    mixed = [("580.95.05-0ubuntu0.24.04.1", "http://archive.example.org  Packages"), *offers("580.95.05-0ubuntu1", "580.105.08-0ubuntu1")]
+    assert packages.of_upstream(mixed, "580.95.05-1ubuntu1", URL) == "580.95.05-0ubuntu1"
+    assert packages.of_upstream(mixed[:1], "580.95.05-1ubuntu1", URL) == "580.95.05-0ubuntu0.24.04.1"
+    assert packages.of_upstream(mixed, "590.48.01-1", URL) is None
 
 
 # -- a driver and a boot

@@ -486,6 +486,58 @@ def test_what_does_not_stand_against_ours_is_let_be(host, path, text):
     assert tune(host, Commands(host), check=True, settings=ALL)["changed"] is True
 
 
+CLOUD_IMAGE = """\
+# Cloud Image specific Grub settings for Generic Cloud Images
+# CLOUD_IMG: This file was created/modified by the Cloud Image build process
+
+# Set the recordfail timeout
+GRUB_RECORDFAIL_TIMEOUT=0
+
+# Do not wait on grub prompt
+GRUB_TIMEOUT=0
+
+# Set the default commandline
+GRUB_CMDLINE_LINUX_DEFAULT="console=tty1 console=ttyS0"
+
+# Set the grub console type
+GRUB_TERMINAL=console
+"""
+"""/etc/default/grub.d/50-cloudimg-settings.cfg of Ubuntu's cloud images."""
+CRASH_KERNEL = 'GRUB_CMDLINE_LINUX_DEFAULT="$GRUB_CMDLINE_LINUX_DEFAULT crashkernel=2G-4G:320M,4G-32G:512M"\n'
+
+
+def command_line(root: Path) -> str:
+    """What grub-mkconfig of Debian and Ubuntu makes of the settings: it reads the file, then the drop-ins as the shell lists them."""
+    script = '. ./grub; for x in ./grub.d/*.cfg; do if [ -e "$x" ]; then . "$x"; fi; done; printf %s "$GRUB_CMDLINE_LINUX_DEFAULT"'
+    return subprocess.run(["sh", "-e", "-c", script], cwd=root / "etc/default", capture_output=True, text=True, check=True).stdout
+
+
+def test_a_cloud_images_words_are_kept_and_ours_come_after_them(host):
+    drop_ins = host / "etc/default/grub.d"
+    drop_ins.mkdir()
+    (drop_ins / "50-cloudimg-settings.cfg").write_text(CLOUD_IMAGE)
+    assert command_line(host) == "console=tty1 console=ttyS0"
+    run, wanted = Commands(host), {"kernel_command_line": ALL["kernel_command_line"]}
+    tune(host, run, settings=wanted)
+    assert run.calls == ["/usr/sbin/update-grub"]
+    assert command_line(host) == "console=tty1 console=ttyS0 iommu=pt pcie_aspm=off"
+    (drop_ins / "kdump-tools.cfg").write_text(CRASH_KERNEL)
+    assert command_line(host) == "console=tty1 console=ttyS0 iommu=pt pcie_aspm=off crashkernel=2G-4G:320M,4G-32G:512M"
+    assert tune(host, Commands(host), check=True, settings=wanted)["changed"] is False
+    (drop_ins / "kdump-tools.cfg").unlink()
+    tune(host, Commands(host), state="absent")
+    assert command_line(host) == "console=tty1 console=ttyS0"
+    assert [path.name for path in drop_ins.iterdir()] == ["50-cloudimg-settings.cfg"]
+
+
+def test_a_word_that_a_cloud_image_takes_away_again_is_not_taken_for_set(host):
+    (host / "etc/default/grub").write_text('GRUB_CMDLINE_LINUX_DEFAULT="quiet splash iommu=pt pcie_aspm=off"\n')
+    (host / "etc/default/grub.d").mkdir()
+    (host / "etc/default/grub.d/50-cloudimg-settings.cfg").write_text(CLOUD_IMAGE)
+    tune(host, Commands(host), settings=ALL)
+    assert command_line(host) == "console=tty1 console=ttyS0 iommu=pt pcie_aspm=off"
+
+
 def test_what_others_say_already_is_not_said_again(host):
     (host / "etc/default/grub").write_text('GRUB_CMDLINE_LINUX="iommu=pt pcie_aspm=off"\n')
     (host / "etc/modprobe.d").mkdir()

@@ -6,7 +6,6 @@ that it can be taken away again.
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import urllib.error
@@ -177,6 +176,11 @@ def loaded_driver(root: Path = Path("/")) -> str | None:
         return None
     found = re.search(r"(?:for \S+|Kernel Module)\s+([\d.]+)", text)
     return found.group(1) if found else None
+
+
+def running_kernel(root: Path = Path("/")) -> str:
+    """Return the release of the running kernel, which its headers' package is named after: 6.8.0-88-generic, 6.1.0-41-amd64."""
+    return (root / "proc/sys/kernel/osrelease").read_text().strip()
 
 
 def distribution(root: Path = Path("/")) -> str:
@@ -391,7 +395,7 @@ def plan(request: Request, *, check: bool = False) -> Plan:
     With `check`, a repository that can't be asked makes the plan incomplete instead.
     """
     before, manifest = apt.read_packages(), Manifest.read(request.root / MANIFEST)
-    wants = request.wants(os.uname().release)
+    wants = request.wants(running_kernel())
     made = Plan(request, Driver(request.manage_driver, loaded_driver(), None), before, manifest, wants)
     made.repairs = {name: package.trouble for name, package in before.items() if package.trouble}
     if not request.manage_driver:
@@ -480,8 +484,8 @@ def plan_moves(made: Plan, stage: Stage) -> None:
     raise_all(problems, "the wanted packages are not to be had, nothing was changed")
     driver = made.versions.get(request.driver_package) if request.manage_driver else None
     if driver and PERSISTENCE_PACKAGE in made.versions and not request.packages.get(PERSISTENCE_PACKAGE):
-        fitting = [version for version, _ in offers.get(PERSISTENCE_PACKAGE, []) if dpkg.upstream(version) == dpkg.upstream(driver)]
-        made.versions[PERSISTENCE_PACKAGE] = fitting[0] if fitting else made.versions[PERSISTENCE_PACKAGE]
+        fitting = of_upstream(offers.get(PERSISTENCE_PACKAGE, []), driver, stage.repository.url)
+        made.versions[PERSISTENCE_PACKAGE] = fitting or made.versions[PERSISTENCE_PACKAGE]
     wanted_moves = [Move(name, installed.get(name), version) for name, version in made.versions.items() if installed.get(name) != version]
     refuse(wanted_moves, lambda _: True, allow_downgrade=request.allow_downgrade)
     stage.prefer(
@@ -491,10 +495,34 @@ def plan_moves(made: Plan, stage: Stage) -> None:
         refuse(stage.simulate("install", "--fix-broken"), lambda move: is_ours(move.name, made), allow_downgrade=False)
     unfinished = {name for name in made.repairs if before[name].state in "UH" and is_ours(name, made)}
     stage.pretend(free=(name for name in before if before[name].held and is_ours(name, made)), missing=unfinished)
-    moves = stage.simulate(*install_options(request), *(f"{name}={version}" for name, version in made.versions.items()))
+    together = {**left_behind(made, stage, installed), **made.versions}
+    moves = stage.simulate(*install_options(request), *(f"{name}={version}" for name, version in together.items()))
     there = [Move(move.name, installed[move.name], move.after) if move.name in unfinished else move for move in moves]
     made.moves = [move for move in there if move.before != move.after]
     refuse(made.moves, lambda move: is_ours(move.name, made), allow_downgrade=request.allow_downgrade)
+
+
+def of_upstream(offers: Iterable[tuple[str, str]], version: str, url: str) -> str | None:
+    """Return the offered version that has the same upstream part, NVIDIA's before a distribution's own build of it."""
+    fitting = [(one, source) for one, source in offers if dpkg.upstream(one) == dpkg.upstream(version)]
+    return next((one for one, source in fitting if source.startswith(url.rstrip("/"))), fitting[0][0] if fitting else None)
+
+
+def left_behind(made: Plan, stage: Stage, installed: Mapping[str, str]) -> dict[str, str]:
+    """Return the installed pieces of a driver that moves, at its new version where that is offered.
+
+    On Ubuntu pieces depend on each other loosely: apt alone would leave some at the old version.
+    """
+    pieces = {
+        name: made.versions[want.name]
+        for want in made.wants
+        if want.same_version and installed.get(want.name, made.versions[want.name]) != made.versions[want.name]
+        for name, version in installed.items()
+        if name != want.name and belongs(name, version, want, installed[want.name])
+    }
+    offers = stage.offers(pieces) if pieces else {}
+    found = {name: of_upstream(offers.get(name, []), version, stage.repository.url) for name, version in pieces.items()}
+    return {name: version for name, version in found.items() if version}
 
 
 def install_options(request: Request) -> list[str]:

@@ -5,6 +5,7 @@
     boot.py load      load the NVIDIA driver that is installed, where it was built for the running kernel
     boot.py unload
 
+- the kernel's release in /proc/sys/kernel is the recording's; uname(2) goes on to tell the machine's;
 - /proc/cmdline is what update-grub wrote to /boot/grub/grub.cfg, the machine's own where nothing was written;
 - /proc/driver/nvidia/{version,params} and /sys/module/nvidia*/parameters come from the driver's version and /etc/modprobe.d;
 - a few files below /proc/sys can be written, and take what /etc/sysctl.d says; cpufreq's below /sys/devices/system/cpu too;
@@ -46,6 +47,7 @@ SYSCTLS = (
     "fs/file-max",
 )
 CPUS = Path("/sys/devices/system/cpu")
+RELEASE = Path("/proc/sys/kernel/osrelease")
 
 
 def mounted(path: Path) -> bool:
@@ -72,6 +74,11 @@ def recording() -> dict:
         return json.loads((PLACE / "recording.json").read_text())
     except FileNotFoundError:
         return {}
+
+
+def kernel() -> None:
+    (RUN / "osrelease").write_text(f"{recording().get('kernel') or os.uname().release}\n")
+    bind(RUN / "osrelease", RELEASE)
 
 
 def command_line() -> None:
@@ -163,9 +170,9 @@ def load_driver() -> int:
     outer = recording().get("loaded_driver")  # the driver of a container's host
     if not outer and not DRIVER_VERSION.exists():
         return 1
-    version, kernel = outer or DRIVER_VERSION.read_text().strip(), os.uname().release
-    if not outer and not Path(f"/var/lib/dkms/nvidia/{version}/{kernel}").exists():
-        print(f"modprobe: FATAL: Module nvidia not found in directory /lib/modules/{kernel}", file=sys.stderr)
+    version, release = outer or DRIVER_VERSION.read_text().strip(), RELEASE.read_text().strip()
+    if not outer and not Path(f"/var/lib/dkms/nvidia/{version}/{release}").exists():
+        print(f"modprobe: FATAL: Module nvidia not found in directory /lib/modules/{release}", file=sys.stderr)
         return 1
     driver = cover(Path("/proc/driver"))
     if driver is None:
@@ -206,6 +213,7 @@ def main() -> int:
     if sys.argv[1:] == ["unload"]:
         return unload_driver()
     (PLACE / "state.json").unlink(missing_ok=True)
+    kernel()
     command_line()
     not_a_container()
     sysctls()

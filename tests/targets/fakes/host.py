@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Make a booted host a bare GPU host: fake kernel tools, boot unit and hardware, and no NVIDIA package yet.
 
-    host.py SSH_CONFIG ADDRESS REPOSITORY_URL [SCENARIO [GPUS]]     scenarios: workstation (default) server max-q sick container
+    host.py SSH_CONFIG ADDRESS REPOSITORY_URL [SCENARIO [GPUS]]     scenarios: workstation (default) server max-q sick container ubuntu
 
 REPOSITORY_URL is where `repository.py DIR serve` serves DIR. Run again, it puts another scenario on the host. It installs kmod, pciutils,
 grub2-common, initramfs-tools and fake-host from the fake distribution's repository, writes /var/lib/fake-host/recording.json and lets the

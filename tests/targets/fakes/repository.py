@@ -1,14 +1,15 @@
 #!/usr/bin/env python3
-"""Make two signed apt repositories of fake packages for test hosts, and give hosts the fakes.
+"""Make three signed apt repositories of fake packages for test hosts, and give hosts the fakes.
 
-    repository.py DIR              make DIR/cuda (NVIDIA's: flat, suite /), DIR/system (the distribution's), DIR/keys.json
+    repository.py DIR              make DIR/cuda and DIR/ubuntu2404 (NVIDIA's, for Debian and for Ubuntu: flat, suite /), DIR/system (the
+                                   distribution's), DIR/keys.json
     repository.py DIR serve [PORT] the same, then serve DIR at http://198.51.100.1:PORT/ until stopped (default 8080)
 
     host.py says how a host becomes a bare GPU host of a scenario.
 
-DIR/keys.json has the fingerprint of each key; the keys are DIR/cuda/fake-cuda.asc, DIR/system/fake-system.asc and DIR/other.asc (which
-signed nothing). Driver, toolkit and NCCL come in several versions, see PACKAGES. Needs root only where gpg has to be installed; dpkg-deb
-and Python do the rest. Standard library only.
+DIR/keys.json has the fingerprint of each key; the keys are fake-cuda.asc in DIR/cuda and DIR/ubuntu2404 (NVIDIA signs both with one key),
+DIR/system/fake-system.asc and DIR/other.asc (which signed nothing). Driver, toolkit and NCCL come in several versions, see PACKAGES. Needs
+root only where gpg has to be installed; dpkg-deb and Python do the rest. Standard library only.
 """
 
 from __future__ import annotations
@@ -25,9 +26,11 @@ import sys
 import tempfile
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from email.utils import formatdate
 from pathlib import Path
+
+from scenarios import UBUNTU_KERNEL
 
 HERE = Path(__file__).resolve().parent
 CONTROLLER = "198.51.100.1"
@@ -66,7 +69,7 @@ def tool(name: str) -> dict[str, str]:
 BUILD = r"""
 for source in /usr/src/nvidia-[0-9]*; do
   for headers in /usr/src/linux-headers-*; do
-    [ -d "$source" ] && [ -d "$headers" ] || continue
+    [ -d "$source" ] && [ -e "$headers/.config" ] || continue
     mkdir -p "/var/lib/dkms/nvidia/${source#/usr/src/nvidia-}/${headers#/usr/src/linux-headers-}"
   done
 done"""
@@ -143,6 +146,30 @@ def driver(version: str, revision: str = "1", **fields: str) -> list[Package]:
     ]
 
 
+def ubuntu_driver(version: str) -> list[Package]:
+    """The same as NVIDIA's repository for Ubuntu splits it up to branch 580: the branch in the names, loose dependencies, two revisions.
+
+    Source: NVIDIA's driver installation guide, r590, the table of renamed packages.
+    """
+    branch, at_least = version.partition(".")[0], f"(>= {version})"
+    debian = {package.name: package for package in driver(version)}
+    library = debian["libcuda1"].files | debian["libnvidia-ml1"].files
+
+    def like(name: str, depends: str = "", called: str = "", revision: str = "0ubuntu1", **more: dict[str, str]) -> Package:
+        return replace(debian[name], name=called or name, version=f"{version}-{revision}", depends=depends, **more)
+
+    return [
+        like("nvidia-open", f"nvidia-open-{branch} {at_least}", revision="1ubuntu1"),
+        like("nvidia-open", f"nvidia-driver-{branch}-open {at_least}", f"nvidia-open-{branch}", "1ubuntu1"),
+        like("nvidia-open", f"nvidia-dkms-{branch}-open {at_least}, nvidia-utils-{branch} {at_least}", f"nvidia-driver-{branch}-open"),
+        like("nvidia-kernel-open-dkms", "nvidia-modprobe", f"nvidia-dkms-{branch}-open"),
+        like("nvidia-driver-cuda", f"libnvidia-compute-{branch} {at_least}", f"nvidia-utils-{branch}"),
+        like("libcuda1", "", f"libnvidia-compute-{branch}", files=library),
+        like("nvidia-modprobe"),
+        like("nvidia-persistenced", revision="1ubuntu1"),
+    ]
+
+
 def toolkit(version: str, component: str) -> list[Package]:
     """CUDA toolkit 13.0: one package that wants the others at their own versions."""
     says = f'"Cuda compilation tools, release 13.0, V{component}"'
@@ -185,10 +212,19 @@ def nccl(version: str) -> list[Package]:
     ]
 
 
-CUDA = [
-    *driver("580.95.05"),
-    *driver("580.105.08"),
-    *driver("590.48.01", Breaks="fake-bystander (<< 2.0)"),  # takes a package that is not NVIDIA's along
+def headers(kernel: str, version: str, common: str = "") -> list[Package]:
+    """What a kernel's modules are built with; Ubuntu has a part of it in a package that is `common` to its flavours."""
+    files = {f"usr/src/linux-headers-{kernel}/{name}": "# fake\n" for name in (".config", "Makefile")}
+    shared = [Package(common, version, files={f"usr/src/{common}/Makefile": "# fake\n"}, architecture="all")] if common else []
+    return [Package(headers_of(kernel), version, common, files=files, scripts={"postinst": script(BUILD)}), *shared]
+
+
+def headers_of(kernel: str) -> str:
+    """The package's name, which has no capital letters."""
+    return f"linux-headers-{kernel.lower().replace('_', '-')}"
+
+
+BESIDES = [
     *toolkit("13.0.1", "13.0.88"),
     *toolkit("13.0.2", "13.0.96"),
     *nccl("2.27.7"),
@@ -196,7 +232,13 @@ CUDA = [
     *nccl("2.28.9"),
     Package("cuda-keyring", "1.1-1", architecture="all"),
 ]
-HEADERS = KERNEL.lower().replace("_", "-")
+CUDA = [
+    *driver("580.95.05"),
+    *driver("580.105.08"),
+    *driver("590.48.01", Breaks="fake-bystander (<< 2.0)"),  # takes a package that is not NVIDIA's along
+    *BESIDES,
+]
+UBUNTU = [*ubuntu_driver("580.95.05"), *ubuntu_driver("580.105.08"), *BESIDES]
 SYSTEM = [
     Package(
         "kmod",
@@ -225,16 +267,16 @@ SYSTEM = [
         },
         scripts={"postinst": script("systemctl daemon-reload; systemctl enable --quiet fake-host.service")},
     ),
-    Package(
-        f"linux-headers-{HEADERS}",
-        "6.1-1",
-        files={f"usr/src/linux-headers-{KERNEL}/Makefile": "# fake\n"},
-        scripts={"postinst": script(BUILD)},
-    ),
+    *headers(KERNEL, "6.1-1"),
+    *headers(UBUNTU_KERNEL, "6.8.0-88.89", common=f"linux-headers-{UBUNTU_KERNEL.removesuffix('-generic')}"),
+    # Ubuntu's own builds have the names of NVIDIA's, and may be newer
+    Package("libnvidia-compute-580", "580.95.05-0ubuntu0.24.04.1", files={"usr/share/fake-host/driver-version": "580.95.05\n"}),
+    Package("libnvidia-compute-580", "580.178.04-0ubuntu0.24.04.1", files={"usr/share/fake-host/driver-version": "580.178.04\n"}),
     Package("fake-bystander", "1.0", files={"usr/share/fake-bystander/version": "1.0\n"}),
     Package("fake-bystander", "2.0", files={"usr/share/fake-bystander/version": "2.0\n"}),
 ]
-PACKAGES = {"cuda": CUDA, "system": SYSTEM}
+PACKAGES = {"cuda": CUDA, "ubuntu2404": UBUNTU, "system": SYSTEM}
+SIGNED_BY = {"cuda": "cuda", "ubuntu2404": "cuda", "system": "system"}
 
 
 def run(*argv: str | Path, environment: dict[str, str] | None = None) -> str:
@@ -300,7 +342,7 @@ def make_key(home: Path, name: str) -> str:
 
 
 def publish(root: Path, name: str, packages: Iterable[Package], home: Path, scratch: Path) -> None:
-    """A flat repository at `root`, its Release signed by the key of that name."""
+    """A flat repository at `root`, its Release signed by its key."""
     pool = root / "pool"
     pool.mkdir(parents=True)
     with ThreadPoolExecutor(4) as workers:
@@ -309,21 +351,20 @@ def publish(root: Path, name: str, packages: Iterable[Package], home: Path, scra
     index = "\n".join(entries).encode()
     (root / "Packages").write_bytes(index)
     (root / "Packages.gz").write_bytes(gzip.compress(index, mtime=0))
-    label = {"cuda": "NVIDIA CUDA", "system": "System"}[name]
+    key = SIGNED_BY[name]
+    label = {"cuda": "NVIDIA CUDA", "system": "System"}[key]
     sums = "".join(
         f" {hashlib.sha256((root / part).read_bytes()).hexdigest()} {(root / part).stat().st_size} {part}\n"
         for part in ("Packages", "Packages.gz")
     )
     (root / "Release").write_text(
-        f"Origin: fake-{name}\nLabel: {label}\nSuite: stable\nArchitectures: amd64 all\nDate: {formatdate(usegmt=True)}\nSHA256:\n{sums}"
+        f"Origin: fake-{key}\nLabel: {label}\nSuite: stable\nArchitectures: amd64 all\nDate: {formatdate(usegmt=True)}\nSHA256:\n{sums}"
     )
     environment = os.environ | {"GNUPGHOME": str(home)}
-    signer = ("gpg", "-q", "--batch", "--yes", "--local-user", f"fake-{name}@example.org")
+    signer = ("gpg", "-q", "--batch", "--yes", "--local-user", f"fake-{key}@example.org")
     run(*signer, "--clearsign", "-o", root / "InRelease", root / "Release", environment=environment)
     run(*signer, "--armor", "--detach-sign", "-o", root / "Release.gpg", root / "Release", environment=environment)
-    (root / f"fake-{name}.asc").write_text(
-        run("gpg", "--batch", "--armor", "--export", f"fake-{name}@example.org", environment=environment)
-    )
+    (root / f"fake-{key}.asc").write_text(run("gpg", "--batch", "--armor", "--export", f"fake-{key}@example.org", environment=environment))
 
 
 def make(directory: Path) -> dict[str, str]:
@@ -336,7 +377,7 @@ def make(directory: Path) -> dict[str, str]:
         home = Path(scratch) / "gpg"
         home.mkdir(mode=0o700)
         try:
-            keys = {name: make_key(home, f"fake-{name}") for name in (*PACKAGES, "other")}
+            keys = {name: make_key(home, f"fake-{name}") for name in dict.fromkeys((*SIGNED_BY.values(), "other"))}
             for name, packages in PACKAGES.items():
                 publish(directory / name, name, packages, home, Path(scratch))
             environment = os.environ | {"GNUPGHOME": str(home)}

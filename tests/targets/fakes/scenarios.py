@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 LSPCI = "lspci -Dvvvnn"
+UBUNTU_KERNEL = "6.8.0-88-generic"
 SMI_XML = "nvidia-smi -q -x"
 
 
@@ -26,6 +27,7 @@ class Scenario:
     generation: int = 5
     container: str | None = None  # kind, when the host is a container
     loaded_driver: str | None = None  # loaded whatever is installed, as below a container
+    kernel: str | None = None  # release of the running kernel, else the machine's own
 
 
 SCENARIOS = {
@@ -34,6 +36,7 @@ SCENARIOS = {
     "max-q": Scenario(gpus=4, name="NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", power_w=(250, 300, 325)),
     "sick": Scenario(bar1_mib=256, generation=1),
     "container": Scenario(container="docker", loaded_driver="580.105.08"),
+    "ubuntu": Scenario(kernel=UBUNTU_KERNEL),
 }
 
 
@@ -52,7 +55,8 @@ def recording(scenario: Scenario) -> dict[str, Any]:
         LSPCI: lspci(scenario),
     }
     commands = {command: {"rc": 0, "stdout": text} for command, text in answers.items()}
-    return {"commands": commands, "container": scenario.container, "loaded_driver": scenario.loaded_driver}
+    host = {"container": scenario.container, "loaded_driver": scenario.loaded_driver, "kernel": scenario.kernel}
+    return {"commands": commands, **host}
 
 
 def bus(gpu: int) -> str:
