@@ -35,6 +35,13 @@ options:
     type: list
     elements: path
     default: []
+  catalog:
+    description:
+      - The catalog of models, as C(sglang_models_catalog). Those that are on the host are looked through too, where they are, and so are
+        their paths; one that is still to be brought is left out.
+      - Models that are brought below O(aerie_root) are found only with it.
+    type: dict
+    default: {}
   command_seconds:
     description: What each command is given; the whole survey takes little longer, since they run at once.
     type: float
@@ -295,10 +302,17 @@ caches:
   elements: dict
   sample: [{path: /home/ops/.triton/cache, kind: triton, age_s: 864000, release_keyed: false}]
 models:
-  description: For each path of O(models) what keeps a server from loading it, and its size.
+  description:
+    - For each path of O(models) and O(catalog) what keeps a server from loading it, its size, and its identity.
+    - The identity is the one that M(model_identity) found, as long as no file was touched since; null where it is not known.
+      Nothing is hashed here.
   returned: success
   type: dict
-  sample: {/srv/models/Kimi-K2.5: {problems: [], bytes: 595000000000}}
+  sample:
+    /srv/models/Kimi-K2.5:
+      problems: []
+      bytes: 595000000000
+      identity: 3f0c5e2b9d77ab01c4de551f0a9b8c7d6e5f4a3b2c1d0e9f8a7b6c5d4e3f2a1b
 service_manager:
   description: Whether systemd manages the host, and the name of process 1.
   returned: success
@@ -359,8 +373,9 @@ fingerprint:
 from pathlib import Path
 from typing import Any
 
-from ansible.module_utils.aerie.errors import AerieError
+from ansible.module_utils.aerie.errors import AerieError, raise_all
 from ansible.module_utils.aerie.host import anonymize, host_info
+from ansible.module_utils.aerie.releases import model_catalog
 from ansible.module_utils.basic import AnsibleModule
 
 
@@ -372,6 +387,7 @@ def main() -> None:
             "paths": {"type": "list", "elements": "path", "default": []},
             "pythons": {"type": "list", "elements": "str", "default": []},
             "models": {"type": "list", "elements": "path", "default": []},
+            "catalog": {"type": "dict", "default": {}},
             "command_seconds": {"type": "float", "default": host_info.SURVEY_COMMAND_SECONDS},
             "record": {"type": "bool", "default": False},
             "record_to": {"type": "path"},
@@ -386,10 +402,12 @@ def main() -> None:
         paths=tuple(module.params["paths"]),
         pythons=(*module.params["pythons"], *host_info.PYTHONS),
         models=tuple(module.params["models"]),
+        catalog=module.params["catalog"],
         command_seconds=module.params["command_seconds"],
     )
     recording: dict[str, Any] | None = {} if module.params["record"] or module.params["record_to"] else None
     try:
+        raise_all(model_catalog.problems(question.catalog), "catalog")
         info = host_info.survey(host_info.open_host(Path(module.params["root"])), question, recording)
     except AerieError as error:
         module.fail_json(msg=str(error))

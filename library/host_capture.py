@@ -9,6 +9,7 @@ short_description: Write what a good host is as variables
 description:
   - Makes, from a survey and from what the host alone can tell, the variables that bring another host to the same state, and writes them
     with comments to a file on the controller.
+  - Models keep their identity where the survey knows it, so that another host takes no other files.
   - Nothing on the host is changed. Keys, passwords and environments are never written.
 author: Aerie contributors (!UNKNOWN)
 options:
@@ -17,11 +18,9 @@ options:
     type: dict
     required: true
   given:
-    description: The host's own variables that can't be read back from it, such as its catalog of models. The action plugin uses it.
-    type: dict
-    default: {}
-  identities:
-    description: Identities of the host's models by name, to be told in a comment. The action plugin uses it.
+    description:
+      - The host's own variables that can't be read back from it, such as its catalog of models and C(aerie_root). The action plugin
+        uses it.
     type: dict
     default: {}
   to:
@@ -48,6 +47,9 @@ EXAMPLES = r"""
 - name: Write what this host is
   host_capture:
     info: "{{ __gpu_host_info }}"
+    given:
+      aerie_root: "{{ aerie_root }}"
+      sglang_models_catalog: "{{ sglang_models_catalog }}"
     to: "{{ aerie_results }}/capture/{{ inventory_hostname }}.yml"
 """
 
@@ -87,7 +89,6 @@ def main() -> None:
         argument_spec={
             "info": {"type": "dict", "required": True},
             "given": {"type": "dict", "default": {}},
-            "identities": {"type": "dict", "default": {}},
             "to": {"type": "path", "required": True},
             "root": {"type": "path", "default": "/"},
         },

@@ -15,6 +15,8 @@ description:
   - Fetching is detached and survives a cut connection; the action plugin shows its progress.
   - Gives every model an identity from the content of its files, so that a benchmark can tell which weights it measured.
   - The identity of a model that did not change is not computed again, and a model that was fetched asks no network again.
+  - Refuses a model that has another identity than the catalog asks for. What is on the host or the controller, or was fetched before, is
+    refused before anything is written; what is fetched, as soon as all hashes are known, and always before it is in place.
 author: Aerie contributors (!UNKNOWN)
 options:
   root:
@@ -26,6 +28,7 @@ options:
       - The catalog. By name, each model has C(source), which is V(host), V(controller), V(rsync) or V(hub), and what that needs;
         C(docs/reference/models.md) has all keys.
       - C(weights) set to false allows a directory without weight files, for C(load-format dummy).
+      - C(identity) is the content that the model must have, as RV(models) tells it; left out, any will do.
     type: dict
     default: {}
   refresh:
@@ -109,11 +112,21 @@ EXAMPLES = r"""
         source: hub
         repository: example/kimi-k2.5-eagle3
         revision: 0f3a51c2b9d80f3a51c2b9d80f3a51c2b9d80f3a
+
+- name: Take no other files than those that were measured
+  model_identity:
+    root: /opt/aerie
+    models:
+      llama:
+        source: host
+        path: /srv/models/Llama-3.1-8B-Instruct
+        identity: 3f0c5e2b9d77ab01c4de551f0a9b8c7d6e5f4a3b2c1d0e9f8a7b6c5d4e3f2a1b
 """
 
 RETURN = r"""
 models:
-  description: Every model by name. In check mode, the identity of one that would be fetched is null.
+  description:
+    - Every model by name. In check mode, the identity of one that would be fetched is null where its source does not tell all hashes ahead.
   returned: success
   type: dict
   sample:
@@ -273,15 +286,21 @@ def local(
             found += [f"{name}: {problem}" for problem in problems]
             if not problems:
                 there[name] = model_identity.read(Path(entry["path"]), cache)
+                found += other_model(name, entry, there[name].path, there[name], "put that one there")
         elif entry["source"] == "controller" and name not in manifests:
             found.append(f"{name}: only the action plugin of model_identity can send it: is action_plugins of ansible.cfg in force?")
         elif entry["source"] == "controller":
             wanted[name] = model_identity.of_manifest(model_catalog.destination(paths, name, entry), manifests[name])
+            found += other_model(name, entry, f"{entry['path']} on the controller", wanted[name], "name that one's directory")
             try:
                 absent[name] = model_identity.missing(wanted[name].path, wanted[name], cache)
             except AerieError as error:
                 found.append(f"{name}: {error}")
     return there, wanted, absent, found
+
+
+def other_model(name: str, entry: dict[str, Any], where: object, model: model_identity.Model, cure: str) -> list[str]:
+    return [f"{name}: {problem}" for problem in model_identity.other_model(where, model.identity, entry.get("identity"), cure)]
 
 
 def prepare_hub(given: model_sources.Given, held: dict[str, Any] | None) -> dict[str, Any]:

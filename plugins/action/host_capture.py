@@ -37,8 +37,7 @@ class ActionModule(ActionBase):
         answer = self._execute_module(module_args=asked, task_vars=task_vars)
         if answer.get("failed") or answer.get("unreachable"):
             return result | answer
-        given = dict(arguments.get("given") or {}) | {"__identities": arguments.get("identities") or {}}
-        sections = capture.sections(info, answer["sources"], given, self._sysctls())
+        sections = capture.sections(info, answer["sources"], arguments.get("given") or {}, self._sysctls())
         text = variables_file.render(host, info, sections)
         try:
             before = to.read_text() if to.is_file() else ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import signal
 import sys
 import threading
@@ -185,6 +186,20 @@ def test_a_run_over_models_that_are_there_changes_nothing_and_asks_no_hub(resume
     run = fleet.run().require_success()
     assert run.changed == {}
     assert fleet.hub.requests[before:] == []
+
+
+def test_other_content_than_the_one_asked_for_is_never_put_in_place_and_is_not_fetched_again_once_that_is_corrected(resumed, fleet):
+    place = fleet.directory / "again"
+    refused = fleet.run("--limit", "one", sglang_models_catalog={"again": fleet.entry(path=str(place), identity="0" * 64)})
+    said = re.sub(r"\s+", " ", refused.output)
+    found = re.search(r"its identity is ([0-9a-f]{12}), and 000000000000 is asked for: name its commit", said)
+    assert refused.status != 0 and found, refused.output[-3000:]
+    assert not place.exists() and place.with_name("again.partial").is_dir()
+    whole = re.search(rf"set identity to ({found[1]}[0-9a-f]{{52}})", said)[1]
+    before = dict(fleet.hub.sent)
+    fleet.run("--limit", "one", sglang_models_catalog={"again": fleet.entry(path=str(place), identity=whole)}).require_success()
+    assert (place / "1.safetensors").read_bytes() == FILES["1.safetensors"]
+    assert {path: size for path, size in fleet.hub.sent.items() if "/storage/" in path and size != before.get(path)} == {}
 
 
 def test_the_token_goes_to_the_hub_only(resumed, killed, fleet):

@@ -176,18 +176,20 @@ def test_what_arrived_is_what_the_source_has(resumed, pair):
     assert "notes.md" not in pair.on(pair.target, f"ls {ROOT}/models/tiny")
 
 
-def test_a_second_run_changes_nothing_and_needs_no_source(resumed, pair):
+def test_a_second_run_changes_nothing_and_needs_no_source_also_when_it_asks_for_the_content_that_came(resumed, pair):
+    identity = re.search(r'"?identity"?: "?([0-9a-f]{64})', resumed.output)[1]
     with cut_off(pair):
-        assert pair.run().require_success().changed == {}
+        assert pair.run(catalog={"tiny": pair.entry(identity=identity)}).require_success().changed == {}
 
 
-def test_a_source_that_is_another_host_or_has_no_such_directory_is_refused(resumed, pair):
+def test_a_source_that_is_another_host_or_has_no_such_directory_and_a_model_of_other_content_are_refused(resumed, pair):
     other = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIAABAgMEBQYHCAkKCwwNDg8QERITFBUWFxgZGhscHR4f"
     elsewhere = {"from": f"{pair.source.name}:/srv/models/none"}
-    run = pair.run(catalog={"tiny": pair.entry(), "one": pair.entry(host_key=other), "two": pair.entry(**elsewhere)})
+    run = pair.run(catalog={"tiny": pair.entry(identity="0" * 64), "one": pair.entry(host_key=other), "two": pair.entry(**elsewhere)})
     assert run.status != 0
     said = re.sub(r"\s+", " ", run.output)
-    assert "2 problems" in said
+    assert "3 problems" in said
+    assert f"tiny: {ROOT}/models/tiny is another model than the one asked for" in said and "000000000000 is asked for" in said
     assert "another one answers: give the model host_key" in said
     assert "/srv/models/none: there is no such directory on that host" in said
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import yaml
@@ -38,6 +41,14 @@ MODELS = {
 }
 STATE = "dpkg-query --show; find /etc /opt /boot -xdev -type f ! -name ld.so.cache -exec sha256sum {} + | sort"
 PLAYBOOK = "playbooks/provision.yml"
+
+
+def identity(directory: str) -> str:
+    """What docs/reference/models.md says that a model's identity is."""
+    suffixes = (".safetensors", ".json", ".jinja")
+    files = sorted(path for path in Path(directory).iterdir() if path.suffix in suffixes)
+    entries = [[path.name, path.stat().st_size, hashlib.sha256(path.read_bytes()).hexdigest()] for path in files]
+    return hashlib.sha256(json.dumps(entries, separators=(",", ":")).encode()).hexdigest()
 
 
 class Fleet:
@@ -181,6 +192,7 @@ def test_a_host_that_is_captured_can_be_made_again(second, fleet, pair):
     found["sysctl"].pop("kernel.numa_balancing", None)  # the machine's own kernel may have it off
     assert found == WANTED["host_tuning_settings"]
     assert values["nvidia_cuda_driver_version"] == DRIVER
+    assert values["sglang_models_catalog"] == {name: model | {"identity": identity(model["path"])} for name, model in MODELS.items()}
     assert fleet.run(pair, *arguments, command="playbooks/capture.yml", capture_to=str(kept)).require_success().changed == {}
 
     if other not in pair:
@@ -189,6 +201,22 @@ def test_a_host_that_is_captured_can_be_made_again(second, fleet, pair):
     asked = {"preflight_compare": [good.name, other.name], "preflight_fail_on": "never"}
     fleet.run([good, other], command="playbooks/preflight.yml", **asked).require_success()
     assert json.loads((fleet.results / "preflight/comparison.json").read_text())["differences"] == []
+
+    # the same name and sizes, other content
+    draft = fleet.directory / "draft-eagle3"
+    shutil.copytree(MODELS["draft"]["path"], draft)
+    content = bytearray((draft / "model.safetensors").read_bytes())
+    content[-1] ^= 1
+    (draft / "model.safetensors").write_bytes(content)
+    catalog = values["sglang_models_catalog"]
+    catalog["draft"]["path"] = str(draft)
+    before = fleet.on(other, STATE)
+    run = fleet.run([other], "-e", f"@{kept}", wanted={}, sglang_models_catalog=catalog)
+    about = fleet.summary()[other.name]
+    assert run.status != 0 and about["status"] == "failed"
+    assert f"draft: {draft} on the controller is another model than the one asked for" in about["reason"]
+    assert f"{identity(MODELS['draft']['path'])[:12]} is asked for" in about["reason"]
+    assert fleet.on(other, STATE) == before
 
 
 @pytest.fixture(scope="module")

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import yaml
 from ansible.module_utils.aerie.host import capture
+from ansible.module_utils.aerie.releases import model_catalog
 
 from aerie_controller import variables_file
 
@@ -95,6 +96,20 @@ def test_packages_are_captured_as_installed_with_their_repository():
     }
 
 
+@pytest.mark.parametrize(
+    ("installed", "package"),
+    [
+        (("nvidia-open", "nvidia-open-580", "nvidia-driver-580-open"), "nvidia-open"),
+        (("nvidia-open-580", "nvidia-driver-580-open", "nvidia-dkms-580-open"), "nvidia-open-580"),
+        (("nvidia-driver-580-open", "nvidia-utils-580"), "nvidia-driver-580-open"),
+        (("cuda-drivers", "cuda-drivers-580", "nvidia-driver-580"), "cuda-drivers"),
+    ],
+)
+def test_the_driver_is_captured_by_the_package_that_brings_all_the_others(installed, package):
+    values = captured({"packages": {"system": dict.fromkeys(installed, "580.105.08-0ubuntu1"), "held": []}})
+    assert values["nvidia_cuda_driver_package"] == package
+
+
 def test_tuning_is_captured_as_effective_and_what_belongs_to_one_machine_is_not():
     assert captured()["host_tuning_settings"] == {
         "kernel_command_line": ["iommu=pt", "amd_iommu=on", "pci=noacs", "pci=realloc"],
@@ -141,6 +156,47 @@ def test_nccl_settings_are_those_of_our_file_and_a_stray_one_is_named():
 def test_no_secret_reaches_the_file():
     text = variables_file.render("gpu-01", INFO, capture.sections(INFO, [SOURCE], GIVEN, []))
     assert [secret for secret in ("hunter2", "hf_secret", "hub_token") if secret in text] == []
+
+
+ONE, OTHER = "3f" * 32, "4e" * 32
+CATALOG = {
+    "here": {"source": "host", "path": "/srv/models/here"},
+    "sent": {"source": "controller", "path": "/home/ops/sent"},
+    "copied": {"source": "rsync", "from": "gpu-01:/srv/copied", "identity_file": "/home/ops/.ssh/models"},
+    "fetched": {"source": "hub", "repository": "lab/fetched", "revision": "0" * 40, "path": "/data/fetched"},
+}
+PLACES = ("/srv/models/here", "/opt/aerie/models/sent", "/opt/aerie/models/copied", "/data/fetched")
+
+
+def models(identity: str | None, catalog: dict[str, Any], places: tuple[str, ...] = PLACES) -> tuple[dict[str, Any], str]:
+    info = INFO | {"models": {path: {"problems": [], "bytes": 1, "identity": identity} for path in places}}
+    given = {"aerie_root": "/opt/aerie", "sglang_models_catalog": catalog}
+    text = variables_file.render("gpu-01", info, capture.sections(info, [SOURCE], given, []))
+    return yaml.safe_load(text)["sglang_models_catalog"], " ".join(text.replace("\n#", " ").split())
+
+
+def test_models_keep_their_identity_whatever_their_source():
+    values, text = models(ONE, CATALOG)
+    assert values == {name: entry | {"identity": ONE} for name, entry in CATALOG.items()}
+    assert "not known" not in text
+    assert list(model_catalog.problems(values)) == []
+
+
+def test_a_model_whose_identity_is_not_known_is_told_with_how_to_know_it():
+    values, text = models(None, CATALOG)
+    assert values == CATALOG
+    for name in CATALOG:
+        assert f"{name}: its identity is not known here, so another host may get other files. Run playbooks/models.yml on this host" in text
+    assert "sent: it is not here yet, so another host may get other files. Run playbooks/models.yml" in models(None, CATALOG, ())[1]
+
+
+def test_the_identity_of_what_is_there_comes_before_that_of_the_hosts_variables():
+    values, text = models(ONE, {"here": CATALOG["here"] | {"identity": OTHER}})
+    assert values["here"]["identity"] == ONE
+    assert f"here is another model here than the host's variables ask for: they say {OTHER}" in text
+    values, text = models(None, {"here": CATALOG["here"] | {"identity": OTHER}})
+    assert values["here"]["identity"] == OTHER
+    assert "here: its identity is not known here, so the one below is that of the host's variables" in text
 
 
 def test_a_driver_that_waits_for_a_reboot_is_told():

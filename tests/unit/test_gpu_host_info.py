@@ -56,6 +56,14 @@ def test_a_relative_model_is_refused(capsys):
     assert "not absolute" in answer["msg"]
 
 
+def test_a_catalog_that_can_not_be_used_is_refused_and_one_that_can_is_looked_through(capsys):
+    host, path = str(HOSTS / "rtx-pro-6000"), "/data/models/Kimi-K2.5"
+    refused = call(capsys, root=host, catalog={"kimi": {"source": "host", "path": path, "identity": "3f0c"}})
+    assert refused["failed"] is True and "kimi.identity is '3f0c'" in refused["msg"]
+    answer = call(capsys, root=host, catalog={"kimi": {"source": "host", "path": path}, "draft": {"source": "controller", "path": "/m/d"}})
+    assert list(answer["models"]) == [path]
+
+
 def test_a_recording_is_written_for_the_host_save_in_check_mode_and_without_the_inventorys_name(tmp_path):
     sick = tmp_path / "sick"
     sick.mkdir()

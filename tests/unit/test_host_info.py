@@ -13,11 +13,13 @@ from pathlib import Path
 
 import pytest
 from ansible.module_utils.aerie.errors import AerieError
-from ansible.module_utils.aerie.host import gpus, host_info, occupancy, system
+from ansible.module_utils.aerie.host import anonymize, gpus, host_info, occupancy, system
 from ansible.module_utils.aerie.host.host_info import Question, open_host, survey
 from ansible.module_utils.aerie.host.hosts import LiveHost
+from ansible.module_utils.aerie.releases import model_identity
 
 HOSTS = Path(__file__).parents[1] / "fixtures/hosts"
+MODEL = Path(__file__).parents[2] / "models/tiny/target"
 
 
 def recorded(name: str, question: Question | None = None) -> dict:
@@ -138,6 +140,58 @@ def test_a_path_that_is_missing_is_told_by_its_nearest_parent_and_its_file_syste
     }
     assert (paths["/srv/models/Kimi-K2.5"]["kind"], paths["/srv/models/Kimi-K2.5"]["free_bytes"]) == ("directory", 12 * 2**30)
     assert paths["/srv/models/Kimi-K2.5/config.json"]["kind"] == "file"
+
+
+IDENTITY = "3f0c5e2b9d77ab01c4de551f0a9b8c7d6e5f4a3b2c1d0e9f8a7b6c5d4e3f2a1b"
+
+
+def live(root: Path, catalog: dict) -> dict:
+    return survey(open_host(Path("/")), Question(aerie_root=root, catalog=catalog, pythons=()))
+
+
+def test_a_models_identity_is_the_one_that_is_known_and_no_weights_are_hashed_for_it(tmp_path, monkeypatch):
+    model = tmp_path / "aerie/models/target"
+    shutil.copytree(MODEL, model)
+    catalog = {"target": {"source": "controller", "path": "/elsewhere/target"}}
+    with monkeypatch.context() as patched:
+        patched.setattr(model_identity, "sha256_file", lambda path: pytest.fail(f"{path} was hashed"))
+        assert live(tmp_path / "aerie", catalog)["models"][str(model)]["identity"] is None
+    kept = model_identity.read(model)
+    model_identity.remember(kept, tmp_path / "aerie/models/identities")
+    with monkeypatch.context() as patched:
+        patched.setattr(model_identity, "sha256_file", lambda path: pytest.fail(f"{path} was hashed"))
+        found = live(tmp_path / "aerie", catalog)
+        assert found["models"][str(model)] == {"problems": [], "bytes": kept.as_dict()["bytes"], "identity": kept.identity}
+        os.utime(model / "config.json", (1, 1))
+        assert live(tmp_path / "aerie", catalog)["models"][str(model)]["identity"] is None
+
+
+def test_models_are_looked_for_where_each_source_puts_them_and_those_to_be_brought_are_not_missed(tmp_path):
+    (tmp_path / "dummy").mkdir()
+    (tmp_path / "dummy/config.json").write_text("{}")
+    (tmp_path / "aerie/models/half").mkdir(parents=True)
+    catalog = {
+        "gone": {"source": "host", "path": str(tmp_path / "gone")},
+        "dummy": {"source": "host", "path": str(tmp_path / "dummy"), "weights": False},
+        "half": {"source": "rsync", "from": "gpu-01:/m/half"},
+        "later": {"source": "hub", "repository": "lab/tiny", "revision": "0" * 40},
+    }
+    info = live(tmp_path / "aerie", catalog)
+    problems = {Path(path).name: bool(model["problems"]) for path, model in info["models"].items()}
+    assert problems == {"gone": True, "dummy": False, "half": True}
+    there = {Path(path).name: about["exists"] for path, about in info["paths"].items()}
+    assert there == {"gone": False, "dummy": True, "half": True}
+
+
+def test_a_recorded_host_tells_the_identity_that_was_recorded_else_none(tmp_path):
+    path = "/data/models/Kimi-K2.5"
+    asked = Question(aerie_root=Path("/data/aerie"), models=(path,))
+    assert recorded("rtx-pro-6000", asked)["models"][path]["identity"] is None
+    recording = {"base": str(HOSTS / "rtx-pro-6000"), "models": {path: {"problems": [], "bytes": 1, "identity": IDENTITY}}}
+    (tmp_path / host_info.RECORDING).write_text(json.dumps(recording))
+    kept: dict = {}
+    assert survey(open_host(tmp_path), asked, kept)["models"][path]["identity"] == IDENTITY
+    assert anonymize.anonymize(kept)["models"][path]["identity"] == IDENTITY
 
 
 def test_a_relative_path_is_refused():

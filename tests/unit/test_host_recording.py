@@ -237,7 +237,7 @@ class DeadMount(RecordedHost):
         threading.Event().wait()
         raise AssertionError(path)
 
-    def model(self, path: str) -> dict[str, Any]:
+    def model(self, path: str, root: str | None = None, *, weights: bool = True) -> dict[str, Any]:  # noqa: ARG002
         return self.disk(path)
 
 

@@ -11,6 +11,7 @@ from ansible.module_utils.aerie.releases import model_catalog
 from ansible.module_utils.aerie.releases.model_catalog import Place
 
 COMMIT = "0f3a51c2b9d80f3a51c2b9d80f3a51c2b9d80f3a"
+IDENTITY = "3f0c5e2b9d77ab01c4de551f0a9b8c7d6e5f4a3b2c1d0e9f8a7b6c5d4e3f2a1b"
 RSYNC = {"source": "rsync", "from": "ops@gpu-01:/srv/models/x"}
 HUB = {"source": "hub", "repository": "lab/tiny", "revision": COMMIT}
 
@@ -24,6 +25,11 @@ def problems(entry: Any, **others: Any) -> list[str]:
     [
         {"source": "host", "path": "/m", "weights": False},
         {"source": "controller", "path": "/m"},
+        {"source": "host", "path": "/m", "identity": IDENTITY},
+        {"source": "controller", "path": "/m", "identity": IDENTITY},
+        RSYNC | {"identity": IDENTITY},
+        HUB | {"identity": IDENTITY},
+        HUB | {"identity": None},
         RSYNC,
         RSYNC | {"from": "gpu-01:/srv/models/with space", "path": "/data/models/x", "port": 2222, "identity_file": "/home/ops/.ssh/models"},
         RSYNC | {"host_key": "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIAAB root@gpu-01"},
@@ -45,7 +51,11 @@ def test_what_a_source_takes_is_taken(entry):
         ({"source": "rsync"}, "x.from is missing"),
         ({"source": "hub", "repository": "lab/tiny"}, "x.revision is missing"),
         ({"source": "host", "path": "/m", "revision": COMMIT}, "x.revision: source host does not take it, hub does"),
-        (RSYNC | {"identityfile": "/k"}, "x.identityfile: no such setting; did you mean 'identity_file'?"),
+        (RSYNC | {"identityfile": "/k"}, "x.identityfile: no such setting; did you mean 'identity_file'"),
+        ({"source": "host", "path": "/m", "identity": IDENTITY[:12]}, "x.identity is '3f0c5e2b9d77': it must be 64 hexadecimal digits"),
+        (HUB | {"identity": IDENTITY.upper()}, "in small letters, as playbooks/capture.yml writes them"),
+        (RSYNC | {"identity": 1234}, "x.identity is 1234: it must be 64 hexadecimal digits"),
+        (RSYNC | {"identity": "/home/ops/.ssh/models"}, "x.identity is '/home/ops/.ssh/models': it must be 64 hexadecimal digits"),
         ({"source": "host", "path": "m"}, "x.path is 'm': it must be an absolute path"),
         ({"source": "host", "path": "/m", "weights": "no"}, "x.weights is 'no': it must be true or false"),
         (RSYNC | {"from": "/srv/models/x"}, "x.from is '/srv/models/x': it must be user@host:/directory"),
@@ -105,6 +115,14 @@ def test_a_model_goes_where_the_catalog_says_or_below_the_root():
     assert model_catalog.destination(paths, "x", HUB) == Path("/opt/aerie/models/x")
     assert model_catalog.destination(paths, "x", RSYNC | {"path": "/data/x"}) == Path("/data/x")
     assert model_catalog.destination(paths, "x", {"source": "controller", "path": "/a/target"}) == Path("/opt/aerie/models/target")
+
+
+def test_where_models_are_is_known_for_every_source():
+    here, sent = {"source": "host", "path": "/m/here", "weights": False}, {"source": "controller", "path": "/a/sent"}
+    catalog = {"here": here, "sent": sent, "x": HUB}
+    places = {str(place.path): (place.weights, place.brought) for place in model_catalog.placed(Path("/opt/aerie"), catalog)}
+    assert places == {"/m/here": (False, False), "/opt/aerie/models/sent": (True, True), "/opt/aerie/models/x": (True, True)}
+    assert [str(place.path) for place in model_catalog.placed(None, catalog)] == ["/m/here"]
 
 
 def test_a_place_is_a_user_a_host_and_a_directory():

@@ -45,15 +45,17 @@ class Shop:
     sent: int = 0
     pulls: list[list[str]] = field(default_factory=list)
     before: Callable[[], None] = lambda: None
+    source: str = "rsync"
+    blobs: bool = True
 
-    def wanted(self, directory: Path, **origin: Any) -> Wanted:
+    def wanted(self, directory: Path, identity: str | None = None, **origin: Any) -> Wanted:
         remotes = tuple(Remote(name, len(data), self.digest(data) if self.ahead else None) for name, data in sorted(self.files.items()))
         config = json.loads(self.files.get("config.json", b"{}"))
-        return Wanted("tiny", directory, {"source": "rsync", "from": "gpu-01:/m", **origin}, remotes, config)
+        origin = {"source": self.source, "from": "gpu-01:/m", **origin}
+        return Wanted("tiny", directory, origin, remotes, config, identity=identity)
 
-    @staticmethod
-    def digest(data: bytes) -> str:
-        if len(data) > 100:
+    def digest(self, data: bytes) -> str:
+        if len(data) > 100 or not self.blobs:
             return "sha256:" + hashlib.sha256(data).hexdigest()
         return "blob:" + hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
 
@@ -80,6 +82,8 @@ class Shop:
         return received
 
     def digests(self, files: Sequence[Remote], tick: Callable[[], None]) -> Mapping[str, str]:  # noqa: ARG002 - a source may take its time
+        if self.source == "hub":
+            return {file.name: file.digest for file in files if file.digest}
         return {file.name: "sha256:" + hashlib.sha256(self.files[file.name]).hexdigest() for file in files}
 
 
@@ -124,6 +128,56 @@ def test_a_model_arrives_whole_and_is_known_without_being_hashed_again(bring, pl
     model = model_fetch.whole(place, shop.wanted(place).origin, tmp_path / "cache")
     assert model is not None and model.identity == model_identity.read(place).identity
     assert bring(Shop(FILES, ahead))["received_bytes"] == 0
+
+
+def identity(files: Mapping[str, bytes]) -> str:
+    """What docs/reference/models.md says that it is, worked out without the project's code."""
+    entries = [[name, len(data), hashlib.sha256(data).hexdigest()] for name, data in sorted(files.items())]
+    return hashlib.sha256(json.dumps(entries, separators=(",", ":"), sort_keys=True).encode()).hexdigest()
+
+
+OTHER = "0" * 64
+
+
+@pytest.mark.parametrize(("source", "ahead"), [("rsync", True), ("rsync", False), ("hub", True)])
+def test_a_model_with_the_identity_that_is_asked_for_arrives_and_is_not_fetched_again(bring, source, ahead):
+    assert bring(Shop(FILES, ahead, source=source), identity=identity(FILES))["received_bytes"] == BYTES
+    again = Shop(FILES, ahead, source=source)
+    assert bring(again, identity=identity(FILES))["received_bytes"] == 0 == again.sent
+    assert bring(again)["received_bytes"] == 0  # nor when none is asked for
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+def test_another_model_is_refused_before_a_byte_of_it_where_its_source_can_tell_all_hashes(bring, place, tmp_path, ahead):
+    shop = Shop(FILES, ahead, blobs=False)
+    with pytest.raises(AerieError) as caught:
+        bring(shop, identity=OTHER)
+    said = str(caught.value)
+    assert f"its identity is {identity(FILES)[:12]}, and {OTHER[:12]} is asked for: name a source that has it" in said
+    assert said.startswith("tiny: ") and str(place) in said and said.endswith(f"set identity to {identity(FILES)}")
+    assert shop.pulls == [] and not place.exists() and not partial(place).exists()
+    wanted = shop.wanted(place, identity=OTHER)
+    assert bool(wanted.problems()) == ahead  # what a listing tells is told by a check too
+    assert shop.wanted(place, identity=identity(FILES)).problems() == []
+
+
+def test_another_model_of_a_hub_is_refused_before_it_is_in_place_and_what_came_is_kept(bring, place):
+    with pytest.raises(AerieError, match=f"its identity is {identity(FILES)[:12]}, and {OTHER[:12]} is asked for: name its commit"):
+        bring(Shop(FILES, source="hub"), identity=OTHER)
+    assert not place.exists() and content(partial(place)) == FILES
+    corrected = Shop(FILES, source="hub")
+    assert bring(corrected, identity=identity(FILES))["received_bytes"] == 0
+    assert content(place) == FILES and model_identity.problems(place) == []
+
+
+def test_a_model_that_is_in_place_stays_as_it_is_when_another_one_is_asked_for(bring, place):
+    bring(Shop(FILES, source="hub"))
+    newer = FILES | {"a.safetensors": safetensors(3000, 1)}
+    with pytest.raises(AerieError, match=f"its identity is {identity(newer)[:12]}, and {OTHER[:12]} is asked for"):
+        bring(Shop(newer, source="hub"), identity=OTHER, revision=2)
+    assert content(place) == FILES and model_identity.problems(place) == []
+    with pytest.raises(AerieError, match=f"{place} is another model than the one asked for: its identity is {identity(FILES)[:12]}"):
+        bring(Shop(FILES, source="hub"), identity=OTHER)
 
 
 def test_a_run_that_ends_midway_leaves_its_bytes_and_the_next_one_goes_on(bring, place, tmp_path):

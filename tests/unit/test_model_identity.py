@@ -192,6 +192,54 @@ def test_files_that_we_never_sent_are_named_and_kept(make, run, tmp_path):
     assert (mine / "other.safetensors").exists()
 
 
+@pytest.mark.parametrize("source", ["host", "controller"])
+def test_a_model_with_another_identity_is_refused_before_anything_is_written_and_the_right_one_changes_nothing(make, run, tmp_path, source):
+    directory = make("tiny")
+    found = model_identity.read(directory).identity
+    entry = {"path": str(directory), "source": source}
+    arguments = {"manifests": {"tiny": model_identity.manifest(directory)} if source == "controller" else {}}
+    for check in (True, False):
+        refused = run(models={"tiny": entry | {"identity": "0" * 64}}, **arguments, _ansible_check_mode=check)
+        assert refused["failed"] and "sglang_models_catalog: tiny: " in refused["msg"] and str(directory) in refused["msg"]
+        assert f"its identity is {found[:12]}, and 000000000000 is asked for" in refused["msg"] and found in refused["msg"]
+        assert not (tmp_path / "host").exists()
+    if source == "controller":
+        incoming = {path.name: str(path) for path in directory.iterdir()}
+        run(models={"tiny": entry | {"identity": found}}, **arguments, incoming={"tiny": incoming})
+    else:
+        run(models={"tiny": entry})
+    again = run(models={"tiny": entry | {"identity": found}}, **arguments)
+    assert not again["changed"] and again["models"]["tiny"]["identity"] == found
+
+
+def test_a_model_that_was_fetched_before_is_refused_when_it_has_another_identity(make, run):
+    directory = make("host/models/tiny")
+    model = model_identity.read(directory)
+    origin = {"source": "hub", "repository": "lab/tiny", "revision": "0" * 40, "exclude": []}
+    files = [vars(file) for file in sorted(model.files, key=lambda file: file.name)]
+    (directory / ".aerie-model.json").write_text(json.dumps({"origin": origin, "identity": model.identity, "files": files}))
+    entry = {key: value for key, value in origin.items() if key != "exclude"}
+    arguments = {"hub_endpoint": "http://127.0.0.1:9", "hub_lock_text": "", "python": sys.executable}
+    refused = run(models={"tiny": entry | {"identity": "0" * 64}}, **arguments)
+    assert refused["failed"] and f"tiny: {directory} is another model" in refused["msg"] and "name its commit" in refused["msg"]
+    taken = run(models={"tiny": entry | {"identity": model.identity}}, **arguments)
+    assert not taken["changed"] and taken["fetched"] == {}
+
+
+def test_a_known_identity_is_told_without_hashing_and_not_once_a_file_was_touched(make, tmp_path):
+    directory, cache = make("one"), tmp_path / "cache"
+    assert model_identity.known(directory, cache) is None
+    model_identity.remember(model_identity.read(directory), cache)
+    assert model_identity.known(directory, cache) == model_identity.read(directory).identity
+    os.utime(directory / "config.json", (1, 1))
+    assert model_identity.known(directory, cache) is None
+    assert model_identity.known(tmp_path / "gone", cache) is None
+    model_identity.remember(model_identity.read(directory), cache)
+    for path in cache.iterdir():
+        path.write_text("{")
+    assert model_identity.known(directory, cache) is None
+
+
 @pytest.fixture
 def hub():
     with serving() as server:

@@ -263,6 +263,23 @@ def test_a_run_reports_every_host_fails_for_the_sick_and_the_lost_and_does_not_s
     assert json.loads((output / "dead.json").read_text())["unreachable"]
 
 
+def test_a_model_that_differs_is_told_and_one_that_is_not_known_is_no_difference():
+    def with_model(**about):
+        return recorded(HEALTHY) | {"models": {MODEL: {"problems": [], "bytes": 5, "identity": None} | about}}
+
+    one, other = "3f" * 32, "4e" * 32
+    path = f"models.{MODEL}.identity"
+    (found,) = compare.differences(with_model(identity=one), with_model(identity=other))
+    assert (found.path, found.good, found.bad) == (path, one, other)
+    assert compare.differences(with_model(identity=one), with_model(identity=one)) == []
+    assert compare.differences(with_model(identity=one), with_model()) == []
+    gone = compare.differences(with_model(identity=one), recorded(HEALTHY) | {"models": {}})
+    assert f"models.{MODEL}.bytes" in [one.path for one in gone]
+    bad = results.examine(KNOWN, "bad", with_model(identity=other), WANT)
+    said = terminal.comparison(compare.compare(results.examine(KNOWN, "good", with_model(identity=one), WANT), bad))
+    assert MODEL in said and one[:12] in said and other[:12] in said
+
+
 def test_two_hosts_are_compared_and_a_rehearsal_writes_nothing(tmp_path, preflight):
     bad = str(HOSTS / "bar1-256-mib")
     status, said = preflight(

@@ -15,10 +15,20 @@ from urllib.parse import urlsplit, urlunsplit
 
 from ansible.module_utils.aerie.errors import AerieError
 from ansible.module_utils.aerie.host import apt_key
+from ansible.module_utils.aerie.paths import HostPaths
 from ansible.module_utils.aerie.releases.model_catalog import KEYS as CATALOG_KEYS
+from ansible.module_utils.aerie.releases.model_catalog import destination
 
-# A package whose version decides for the whole driver or toolkit, the first pattern that is installed wins.
-DRIVER_PACKAGES = (r"nvidia-open(-\d+)?", r"nvidia-driver-\d+(-server)?-open", r"cuda-drivers(-\d+)?", r"nvidia-driver-\d+(-server)?")
+# A package whose version decides for the whole driver or toolkit, the first pattern that is installed wins. On Ubuntu nvidia-open needs
+# nvidia-open-580: another host becomes the same by the first only.
+DRIVER_PACKAGES = (
+    r"nvidia-open",
+    r"nvidia-open-\d+",
+    r"nvidia-driver-\d+(-server)?-open",
+    r"cuda-drivers",
+    r"cuda-drivers-\d+",
+    r"nvidia-driver-\d+(-server)?",
+)
 TOOLKIT_PACKAGES = (r"cuda-toolkit-\d+-\d+", r"cuda-toolkit")
 NCCL_PACKAGE = "libnccl2"
 
@@ -125,8 +135,8 @@ def sections(
 ) -> list[Section]:
     """Return the variables that make another host like this one.
 
-    ``given`` are the host's own variables, which know what can't be read back (where a key is fetched, where models come from), and
-    ``sysctls`` the kernel variables that this project tunes.
+    ``given`` are the host's own variables, which know what can't be read back (where a key is fetched, where models come from, where
+    ``aerie_root`` is), and ``sysctls`` the kernel variables that this project tunes.
     """
     return [
         _cuda(info, sources, given),
@@ -269,12 +279,23 @@ def _models(info: Mapping[str, Any], given: Mapping[str, Any]) -> Section:
     catalog = given.get("sglang_models_catalog") or {}
     if not catalog:
         return Section("Models", {}, ["This host's variables name no models."])
+    models: Mapping[str, Any] = info.get("models") or {}
     comments = []
-    for name, identity in sorted((given.get("__identities") or {}).items()):
-        comments.append(f"{name} is {identity}")
-    for path, state in sorted((info.get("models") or {}).items()):
+    for path, state in sorted(models.items()):
         comments += [f"{path} is not whole: {problem}" for problem in (state or {}).get("problems") or ()]
-    values = {
-        name: {key: entry[key] for key in CATALOG_KEYS if key in entry} for name, entry in catalog.items() if isinstance(entry, Mapping)
-    }
+    values = {}
+    for name, entry in catalog.items():
+        if not isinstance(entry, Mapping):
+            continue
+        values[name] = {key: entry[key] for key in CATALOG_KEYS if key in entry}
+        state = models.get(str(destination(HostPaths(Path(given.get("aerie_root") or "/")), name, entry)))
+        found, asked = (state or {}).get("identity"), entry.get("identity")
+        if found:
+            values[name]["identity"] = found
+        if found and asked and found != asked:
+            comments.append(f"{name} is another model here than the host's variables ask for: they say {asked}.")
+        elif not found:
+            why = "its identity is not known here" if state else "it is not here yet"
+            but = "the one below is that of the host's variables" if asked else "another host may get other files"
+            comments.append(f"{name}: {why}, so {but}. Run playbooks/models.yml on this host, then capture it again.")
     return Section("Models", {"sglang_models_catalog": values}, comments)

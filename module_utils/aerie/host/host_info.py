@@ -7,7 +7,8 @@ beside this one; here their commands are started at once, and what they found is
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,20 @@ from typing import Any
 from ansible.module_utils.aerie.files import canonical_hash
 from ansible.module_utils.aerie.host import caches, collectives, cuda, driver, gpus, installed, kernel, occupancy, pci, recordings, system
 from ansible.module_utils.aerie.host.gpus import read_gpus
-from ansible.module_utils.aerie.host.hosts import INSTANCE_VARIABLE, ROOT_VARIABLE, Background, Host, LiveHost, StartedHost, line
+from ansible.module_utils.aerie.host.hosts import (
+    INSTANCE_VARIABLE,
+    ROOT_VARIABLE,
+    Background,
+    Host,
+    LiveHost,
+    StartedHost,
+    line,
+    no_model,
+)
 from ansible.module_utils.aerie.host.recorder import Recorder
 from ansible.module_utils.aerie.host.recordings import RECORDING, RecordedHost
 from ansible.module_utils.aerie.host.system import PYTHONS
+from ansible.module_utils.aerie.releases import model_catalog
 
 SURVEY_COMMAND_SECONDS = 4.0
 GRACE_SECONDS = 0.4
@@ -36,6 +47,7 @@ class Question:
     paths: tuple[str, ...] = ()
     pythons: tuple[str, ...] = PYTHONS
     models: tuple[str, ...] = ()
+    catalog: Mapping[str, Any] = field(default_factory=dict)
     command_seconds: float = SURVEY_COMMAND_SECONDS
 
 
@@ -61,8 +73,17 @@ def survey(host: Host, question: Question, recording: dict[str, Any] | None = No
     root = str(question.aerie_root) if question.aerie_root else None
     late = question.command_seconds
     # These look at places that may be on a network mount, and that may be dead.
-    paths = {path: Background(partial(occupancy.read_path, host, path)) for path in question.paths}
-    models = {path: Background(partial(host.model, path)) for path in question.models}
+    placed = model_catalog.placed(question.aerie_root, question.catalog)
+    weights = {str(place.path): place.weights for place in placed}
+    look = partial(_look, host, {str(place.path) for place in placed if place.brought} - {*question.paths, *question.models})
+    paths = {
+        path: Background(partial(look, path, partial(occupancy.read_path, host, path)))
+        for path in dict.fromkeys((*question.paths, *weights))
+    }
+    models = {
+        path: Background(partial(look, path, partial(host.model, path, root, weights=weights.get(path, True))))
+        for path in dict.fromkeys((*question.models, *weights))
+    }
     user_caches = Background(partial(caches.read_caches, host, root))
     release = Background(partial(installed.read_release, host, root)).result(deadline, installed.CurrentRelease())
     compilers = cuda.find_compilers(host, release.site_packages)
@@ -102,15 +123,20 @@ def survey(host: Host, question: Question, recording: dict[str, Any] | None = No
         "release": release.id,
     }
     info["nccl"] = Background(partial(collectives.read_nccl, started, root, packages["system"])).result(deadline, collectives.EMPTY)
-    info["paths"] = {path: work.result(deadline, occupancy.late_path(path, late)) for path, work in paths.items()}
-    info["models"] = {
-        path: work.result(deadline, {"problems": [f"{path} gave no answer within {late:g} s"], "bytes": None})
-        for path, work in models.items()
+    told = {
+        "paths": {path: work.result(deadline, occupancy.late_path(path, late)) for path, work in paths.items()},
+        "models": {path: work.result(deadline, no_model(f"{path} gave no answer within {late:g} s")) for path, work in models.items()},
     }
+    info |= {key: {path: about for path, about in of_path.items() if about is not None} for key, of_path in told.items()}
     info["caches"] = user_caches.result(deadline, [])
     info["fingerprint"] = fingerprint(info)
     info["survey"] = {"seconds": round(time.monotonic() - began, 3), "commands": _answers(started)}
     return info
+
+
+def _look(host: Host, brought: set[str], path: str, read: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:
+    """Return what is at a path; None where a model is still to be brought to it."""
+    return None if path in brought and host.stat(path) is None else read()
 
 
 def _answers(started: StartedHost) -> dict[str, dict[str, Any]]:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 from ansible.module_utils.aerie import processes
+from ansible.module_utils.aerie.paths import HostPaths
 from ansible.module_utils.aerie.processes import Process
 from ansible.module_utils.aerie.releases import model_identity
 
@@ -97,7 +98,7 @@ class Host(Protocol):
 
     def disk(self, path: str) -> dict[str, Any]: ...
 
-    def model(self, path: str) -> dict[str, Any]: ...
+    def model(self, path: str, root: str | None = None, *, weights: bool = True) -> dict[str, Any]: ...
 
     def processes(self) -> list[Process]: ...
 
@@ -179,8 +180,9 @@ class LiveHost:
         usage = shutil.disk_usage(path)
         return {"total_bytes": usage.total, "free_bytes": usage.free, "writable": os.access(path, os.W_OK | os.X_OK)}
 
-    def model(self, path: str) -> dict[str, Any]:
-        return check_model(Path(path))
+    def model(self, path: str, root: str | None = None, *, weights: bool = True) -> dict[str, Any]:
+        """Return what :func:`check_model` does; ``root`` is Aerie's directory, where it keeps the hashes of models that it looked at."""
+        return check_model(Path(path), cache=model_identity.cache_of(HostPaths(Path(root))) if root else None, weights=weights)
 
     def processes(self) -> list[Process]:
         return processes.scan()
@@ -197,13 +199,26 @@ def _abandon(process: subprocess.Popen[str]) -> None:
         process.communicate(timeout=0.1)
 
 
-def check_model(directory: Path, shown: str | None = None) -> dict[str, Any]:
-    """Return what keeps a server from loading the model in ``directory``, which is called ``shown``, and its size."""
-    found = model_identity.problems(directory)
+def check_model(directory: Path, shown: str | None = None, *, cache: Path | None = None, weights: bool = True) -> dict[str, Any]:
+    """Return what keeps a server from loading the model in ``directory``, which is called ``shown``, its size, and its identity.
+
+    The identity is None where ``cache`` does not know it: to hash weights takes longer than any survey may.
+    """
+    found = model_identity.problems(directory, weights=weights)
     size = None
     with contextlib.suppress(OSError):
         size = sum(path.stat().st_size for path in model_identity.list_files(directory))
-    return {"problems": [problem.replace(str(directory), shown or str(directory)) for problem in found], "bytes": size}
+    identity = model_identity.known(directory, cache) if cache and not found else None
+    return {
+        "problems": [problem.replace(str(directory), shown or str(directory)) for problem in found],
+        "bytes": size,
+        "identity": identity,
+    }
+
+
+def no_model(problem: str) -> dict[str, Any]:
+    """Return what :func:`check_model` would of a model that can't be looked at."""
+    return {"problems": [problem], "bytes": None, "identity": None}
 
 
 class Background(Generic[T]):
@@ -267,8 +282,8 @@ class StartedHost:
     def disk(self, path: str) -> dict[str, Any]:
         return self.host.disk(path)
 
-    def model(self, path: str) -> dict[str, Any]:
-        return self.host.model(path)
+    def model(self, path: str, root: str | None = None, *, weights: bool = True) -> dict[str, Any]:
+        return self.host.model(path, root, weights=weights)
 
     def processes(self) -> list[Process]:
         return self.host.processes()

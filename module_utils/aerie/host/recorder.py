@@ -104,8 +104,8 @@ class Recorder:
         self._keep("disks", path, found)
         return found
 
-    def model(self, path: str) -> dict[str, Any]:
-        found = self.host.model(path)
+    def model(self, path: str, root: str | None = None, *, weights: bool = True) -> dict[str, Any]:
+        found = self.host.model(path, root, weights=weights)
         self._keep("models", path, found)
         return found
 

@@ -15,7 +15,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 from ansible.module_utils.aerie.errors import AerieError
-from ansible.module_utils.aerie.host.hosts import Completed, Stat, check_model
+from ansible.module_utils.aerie.host.hosts import Completed, Stat, check_model, no_model
 from ansible.module_utils.aerie.processes import Process
 
 RECORDING = "recording.json"
@@ -181,12 +181,12 @@ class RecordedHost:
             raise AerieError(f"{self.recording.path}: disks names no file system that holds {path}")
         return dict(disks[mount])
 
-    def model(self, path: str) -> dict[str, Any]:
+    def model(self, path: str, root: str | None = None, *, weights: bool = True) -> dict[str, Any]:  # noqa: ARG002 - it keeps no hashes
         known = self.recording.table("models").get(path)
         if known is not None:
-            return dict(known)
+            return {"identity": None, **known}
         found = self._in_tree(path)
-        return check_model(found, path) if found else {"problems": [f"{path} is no directory"], "bytes": None}
+        return check_model(found, path, weights=weights) if found else no_model(f"{path} is no directory")
 
     def processes(self) -> list[Process]:
         return [_process(entry) for entry in self.recording.processes if entry.get("pid") is not None]

@@ -21,10 +21,10 @@ REQUIRED = {
     "hub": ("repository", "revision"),
 }
 OPTIONAL = {
-    "host": ("weights",),
-    "controller": ("weights",),
-    "rsync": ("path", "weights", "port", "identity_file", "host_key"),
-    "hub": ("path", "weights", "exclude"),
+    "host": ("weights", "identity"),
+    "controller": ("weights", "identity"),
+    "rsync": ("path", "weights", "identity", "port", "identity_file", "host_key"),
+    "hub": ("path", "weights", "identity", "exclude"),
 }
 SOURCES = tuple(REQUIRED)
 FETCHED = ("rsync", "hub")
@@ -33,6 +33,7 @@ PARTIAL = ".partial"
 RESERVED = ("identities",)
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
+IDENTITY = re.compile(r"[0-9a-f]{64}")
 REPOSITORY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
 HOST_KEY = re.compile(r"(?:ssh|ecdsa|sk)-[a-z0-9@.-]+ [A-Za-z0-9+/]+=*(?: .*)?")
 _FROM = re.compile(
@@ -58,6 +59,15 @@ class Place:
         return cls(match["user"], match["host"].strip("[]"), match["path"].rstrip("/") or "/") if match else None
 
 
+@dataclass(frozen=True)
+class Placed:
+    """Where a model is on a host; ``weights`` says whether it must have some, ``brought`` whether this project puts it there."""
+
+    path: Path
+    weights: bool
+    brought: bool
+
+
 def destination(paths: HostPaths, name: str, entry: Mapping[str, Any]) -> Path:
     """Return where a model is, or will be, on a host."""
     if entry["source"] == "host":
@@ -65,6 +75,16 @@ def destination(paths: HostPaths, name: str, entry: Mapping[str, Any]) -> Path:
     if entry["source"] == "controller":
         return paths.models / Path(entry["path"]).name
     return Path(entry["path"]) if entry.get("path") else paths.models / name
+
+
+def placed(root: Path | None, catalog: Mapping[str, Any]) -> list[Placed]:
+    """Return where the models of a catalog without problems are; those below ``aerie_root`` only where ``root`` says where that is."""
+    nowhere = Path()
+    places = (
+        Placed(destination(HostPaths(root or nowhere), name, entry), entry.get("weights", True) is not False, entry["source"] != "host")
+        for name, entry in catalog.items()
+    )
+    return [place for place in places if place.path.is_absolute()]
 
 
 def problems(catalog: Mapping[str, Any], resolve: Resolve | None = None) -> Iterator[str]:
@@ -97,6 +117,12 @@ def _entry_problems(name: str, entry: Mapping[str, Any], resolve: Resolve | None
     weights = entry.get("weights")
     if weights is not None and not isinstance(weights, bool):
         yield f"{name}.weights is {weights!r}: it must be true or false"
+    identity = entry.get("identity")
+    if identity is not None and not (isinstance(identity, str) and IDENTITY.fullmatch(identity)):
+        yield (
+            f"{name}.identity is {identity!r}: it must be 64 hexadecimal digits in small letters, as playbooks/capture.yml writes them "
+            "(docs/reference/models.md); leave it out to take any files"
+        )
     if source in FETCHED and entry.get("path") is None and (not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name) or name in RESERVED):
         yield f"{name}: it becomes the name of the model's directory, so give it path, or a name of letters, digits and ._- only"
     if source in FETCHED and entry.get("path") is None and name.endswith(PARTIAL):
@@ -127,9 +153,9 @@ def _rsync_problems(name: str, entry: Mapping[str, Any]) -> Iterator[str]:
     port = entry.get("port")
     if port is not None and (not isinstance(port, int) or isinstance(port, bool) or not 1 <= port <= 65535):
         yield f"{name}.port is {port!r}: it must be a number from 1 to 65535"
-    identity = entry.get("identity_file")
-    if identity is not None and not str(identity).startswith("/"):
-        yield f"{name}.identity_file is {identity!r}: it must be the absolute path of a private key on the host that fetches"
+    private = entry.get("identity_file")
+    if private is not None and not str(private).startswith("/"):
+        yield f"{name}.identity_file is {private!r}: it must be the absolute path of a private key on the host that fetches"
     key = entry.get("host_key")
     if key is not None and not HOST_KEY.fullmatch(str(key)):
         yield f"{name}.host_key is {str(key)[:40]!r}: it must be a line as in ssh_host_ed25519_key.pub, such as 'ssh-ed25519 AAAA…'"

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from ansible.module_utils.aerie.errors import AerieError
+from ansible.module_utils.aerie.errors import AerieError, raise_all
 from ansible.module_utils.aerie.files import fsync_dir, read_json, write_json
 from ansible.module_utils.aerie.jobs import Progress
 from ansible.module_utils.aerie.releases import model_identity
@@ -41,6 +41,9 @@ RENEW_SECONDS = 60.0
 SPARE_BYTES = 64 << 20
 HASHERS = 4
 PR_SET_PDEATHSIG = 1
+SHA256 = "sha256:"
+OTHER_SOURCE = {"rsync": "name a source that has it", "hub": "name its commit"}
+"""What to do where a source has another model than the one asked for."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,10 @@ class Remote:
 
 @dataclass(frozen=True)
 class Wanted:
-    """A model as its source has it now, and where it goes; ``origin`` is what must be equal for it to be the same model."""
+    """A model as its source has it now, and where it goes; ``origin`` is what must be equal for it to be the same model.
+
+    ``identity`` is the content that it must have, wherever it comes from; None takes any.
+    """
 
     name: str
     directory: Path
@@ -63,6 +69,7 @@ class Wanted:
     files: tuple[Remote, ...]
     config: Mapping[str, Any]
     weights: bool = True
+    identity: str | None = None
 
     @property
     def partial(self) -> Path:
@@ -80,7 +87,20 @@ class Wanted:
             return [f"{where} has no config.json: is it the model's own directory?"]
         if self.weights and not any(name.endswith(model_identity.WEIGHTS) for name in names):
             return [f"{where} has no weight files ({listing(model_identity.WEIGHTS, last='or')})"]
-        return []
+        found = self.identity_told()
+        return self.other_model(where, found) if found else []
+
+    def identity_told(self, known: Mapping[str, str] | None = None) -> str | None:
+        """Return the identity that the model will have, or None where not every file's sha256 was told, here or by ``known``."""
+        digests = {file.name: (known or {}).get(file.name) or file.digest or "" for file in self.files}
+        if not all(digest.startswith(SHA256) for digest in digests.values()):
+            return None
+        files = tuple(File(file.name, file.size, digests[file.name].removeprefix(SHA256)) for file in self.files)
+        return Model(self.directory, files, self.config).identity
+
+    def other_model(self, where: object, found: str) -> list[str]:
+        """Return the problem that what was found at ``where`` is not the model that is asked for."""
+        return model_identity.other_model(where, found, self.identity, OTHER_SOURCE[self.origin["source"]])
 
 
 @dataclass(frozen=True)
@@ -176,16 +196,19 @@ def fetch(wanted: Wanted, source: Source, cache: Path, progress: Progress, renew
     """Bring one model and put it in place; return what it took. Two runs at once don't meet: the second finds it done."""
     started = time.monotonic()
     with _alone(wanted, progress):
-        if up_to_date(wanted, cache) is not None:
+        if (there := up_to_date(wanted, cache)) is not None:
+            _require_identity(wanted, wanted.directory, there.identity)
             return {"received_bytes": 0, "seconds": 0.0}
         _refuse_strange(wanted)
-        wanted.partial.mkdir(parents=True, exist_ok=True)
-        _keep_what_fits(wanted)
         meter = _Meter(wanted, progress, renew)
         known: dict[str, str] = {file.name: file.digest for file in wanted.files if file.digest}
-        if wanted.directory.is_dir() and len(known) < len(wanted.files):
+        if (wanted.directory.is_dir() or wanted.identity) and len(known) < len(wanted.files):
             progress.update(f"{wanted.name}: comparing with the source")
             known |= source.digests(wanted.files, meter.renew_only)
+        if (told := wanted.identity_told(known)) is not None:
+            _require_identity(wanted, f"what the source has for {wanted.directory}", told)
+        wanted.partial.mkdir(parents=True, exist_ok=True)
+        _keep_what_fits(wanted)
         lacking = tuple(_lacking(wanted, cache, known))
         received = 0
         for last in (False, True):
@@ -295,8 +318,8 @@ def _lacking(wanted: Wanted, cache: Path, known: Mapping[str, str] | None = None
         elif digest is None:
             if known is not None or (directory / file.name).stat().st_mtime_ns != file.modified_ns:
                 yield file
-        elif digest.startswith("sha256:"):
-            if digest != f"sha256:{there[file.name]}":
+        elif digest.startswith(SHA256):
+            if digest != f"{SHA256}{there[file.name]}":
                 yield file
         elif _hashes(directory / file.name)[1] != digest:
             yield file
@@ -371,7 +394,7 @@ def _verify(wanted: Wanted, files: Sequence[Remote], known: Mapping[str, str], m
             meter.say(f"{wanted.name}: checking {number} of {len(files)} files: {file.name}")
             digests = futures[file.name].result()
             meter.renew_only()
-            hashes[file.name] = digests[0].removeprefix("sha256:")
+            hashes[file.name] = digests[0].removeprefix(SHA256)
             if known[file.name] not in digests or not _same_size(wanted.partial, file):
                 wrong.append(file.name)
     return hashes, wrong
@@ -382,7 +405,7 @@ def _digests(path: Path) -> tuple[str, ...]:
     sha256, blob = _hashes(path)
     with path.open("rb") as stream:
         os.fsync(stream.fileno())
-    return f"sha256:{sha256}", blob
+    return f"{SHA256}{sha256}", blob
 
 
 def _hashes(path: Path) -> tuple[str, str]:
@@ -395,6 +418,10 @@ def _hashes(path: Path) -> tuple[str, str]:
             if small:
                 blob.update(chunk)
     return sha256.hexdigest(), f"blob:{blob.hexdigest()}"
+
+
+def _require_identity(wanted: Wanted, where: object, found: str) -> None:
+    raise_all(wanted.other_model(where, found), wanted.name)
 
 
 def _place(wanted: Wanted, fetched: Sequence[Remote], hashes: Mapping[str, str], cache: Path) -> None:
@@ -413,6 +440,7 @@ def _place(wanted: Wanted, fetched: Sequence[Remote], hashes: Mapping[str, str],
     if found:
         raise AerieError(f"{wanted.name}: what the source has is no whole model: {listing(found)}")
     model = Model(directory, tuple(files), wanted.config)
+    _require_identity(wanted, f"what was fetched for {directory}, and is kept in {partial},", model.identity)
     record = {"origin": dict(wanted.origin), "identity": model.identity, "files": [vars(file) for file in files]}
     for file in fetched:
         (partial / file.name).chmod(0o644)

@@ -106,7 +106,7 @@ class Hub:
                 config = json.loads(self._get(f"/{self.repository}/resolve/{self.revision}/config.json"))
             except ValueError as error:
                 raise AerieError(f"{self.repository}@{self.revision[:12]}: config.json can't be read as JSON: {error}") from error
-        return Wanted(name, directory, self.origin(entry), files, config, entry.get("weights", True))
+        return Wanted(name, directory, self.origin(entry), files, config, entry.get("weights", True), entry.get("identity"))
 
     def pull(self, folder: Path, files: Sequence[Remote], tick: Callable[[], None]) -> int:
         assert self.python is not None

@@ -161,10 +161,7 @@ def _weight_problem(path: Path) -> str | None:
 def read(directory: Path, cache: Path | None = None, tell: Callable[[str], None] | None = None) -> Model:
     """Return the model in ``directory``; hashes that are known in ``cache`` are not computed again."""
     paths = list_files(directory)
-    kept = cache / f"{_key(directory, paths)}.json" if cache else None
-    files: tuple[File, ...] | None = None
-    if kept is not None and kept.exists():
-        files = tuple(File(**entry) for entry in read_json(kept)["files"])
+    files = _kept(directory, paths, cache) if cache else None
     if files is None:
         hashed = []
         for path in paths:
@@ -175,18 +172,44 @@ def read(directory: Path, cache: Path | None = None, tell: Callable[[str], None]
     return Model(directory, files, json.loads((directory / "config.json").read_bytes()))
 
 
+def known(directory: Path, cache: Path) -> str | None:
+    """Return the identity of the files in ``directory`` as they are now when their hashes are in ``cache``; nothing is hashed."""
+    try:
+        files = _kept(directory, list_files(directory), cache)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return None if files is None else Model(directory, files, {}).identity
+
+
+def other_model(where: object, found: str, wanted: str | None, cure: str) -> list[str]:
+    """Return the problem that the model at ``where`` is not the one that the catalog asks for; without ``wanted`` any will do."""
+    if wanted is None or found == wanted:
+        return []
+    return [
+        f"{where} is another model than the one asked for: its identity is {found[:12]}, and {wanted[:12]} is asked for: {cure}, or, "
+        f"where this one is meant, set identity to {found}"
+    ]
+
+
 def remember(model: Model, cache: Path) -> bool:
     """Keep a model's hashes for the next time; say whether they were new."""
-    path = cache / f"{_key(model.path, list_files(model.path))}.json"
+    path = _place(model.path, list_files(model.path), cache)
     if path.exists():
         return False
     write_json(path, {"path": str(model.path), "identity": model.identity, "files": [vars(file) for file in model.files]})
     return True
 
 
-def _key(directory: Path, paths: list[Path]) -> str:
+def _kept(directory: Path, paths: list[Path], cache: Path) -> tuple[File, ...] | None:
+    path = _place(directory, paths, cache)
+    return tuple(File(**entry) for entry in read_json(path)["files"]) if path.exists() else None
+
+
+def _place(directory: Path, paths: list[Path], cache: Path) -> Path:
+    """Return where the hashes of a model's files are kept: another place as soon as one of them was touched."""
     stats = [(path.name, path.stat()) for path in paths]
-    return canonical_hash([str(directory), [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]])[:32]
+    key = canonical_hash([str(directory), [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]])[:32]
+    return cache / f"{key}.json"
 
 
 def manifest(directory: Path, cache: Path | None = None) -> dict[str, Any]:

@@ -98,10 +98,10 @@ class Rsync:
             "find -L . -maxdepth 1 -type f -printf '%s %T@ %f\\0'; printf '\\0'; cat config.json 2>/dev/null; printf '\\0\\0'; "
             f'for one in {" ".join(SUM_FILES)}; do cat -- "$one" 2>/dev/null; done; true'
         )
-        files, config, sums = (*self._ask(script).split(b"\0\0", 2), b"", b"")[:3]
-        listed = {found[2]: found[1] for found in _SUM.finditer(sums.decode(errors="replace"))}
+        found, config, sums = (*self._ask(script).split(b"\0\0", 2), b"", b"")[:3]
+        listed = {match[2]: match[1] for match in _SUM.finditer(sums.decode(errors="replace"))}
         remotes = []
-        for row in filter(None, files.split(b"\0")):
+        for row in filter(None, found.split(b"\0")):
             size, modified, file = row.decode(errors="surrogateescape").split(" ", 2)
             if Path(file).suffix in model_identity.SUFFIXES and not file.startswith("."):
                 if not re.fullmatch(r"[^\\\r\n]+", file):
@@ -116,7 +116,8 @@ class Rsync:
         except ValueError as error:
             raise AerieError(f"{self.address.login}:{self.path}/config.json can't be read as JSON: {error}") from error
         origin = {"source": "rsync", "from": entry["from"]}
-        return Wanted(name, directory, origin, tuple(sorted(remotes, key=lambda file: file.name)), value, entry.get("weights", True))
+        files = tuple(sorted(remotes, key=lambda file: file.name))
+        return Wanted(name, directory, origin, files, value, entry.get("weights", True), entry.get("identity"))
 
     def pull(self, folder: Path, files: Sequence[Remote], tick: Callable[[], None]) -> int:
         if not files:

@@ -88,6 +88,8 @@ def survey(catalog: Mapping[str, Any], given: Given) -> Survey:
         model = None if given.refresh and not hub else model_fetch.whole(directory, origin, cache)
         if model is not None:
             there[name] = model
+            cure = model_fetch.OTHER_SOURCE["hub"] if hub else "ask its source again (-e sglang_models_refresh=true)"
+            problems += [f"{name}: {one}" for one in model_identity.other_model(directory, model.identity, entry.get("identity"), cure)]
             continue
         try:
             if hub:
@@ -105,6 +107,7 @@ def survey(catalog: Mapping[str, Any], given: Given) -> Survey:
             wanted = source.wanted(name, entry, directory)
             if (model := model_fetch.up_to_date(wanted, cache)) is not None:
                 there[name] = model
+                problems += [f"{name}: {one}" for one in wanted.other_model(directory, model.identity)]
                 continue
             problems += [f"{name}: {problem}" for problem in wanted.problems()]
             plan = model_fetch.plan(wanted, cache)
@@ -146,7 +149,7 @@ def foretold(survey: Survey, catalog: Mapping[str, Any], given: Given) -> dict[s
     for name, plan in survey.plans.items():
         wanted = plan.wanted
         model = Model(wanted.directory, (), wanted.config)
-        values[name] = model.as_dict() | {"identity": None, "bytes": wanted.bytes, "files": len(wanted.files)}
+        values[name] = model.as_dict() | {"identity": wanted.identity_told(), "bytes": wanted.bytes, "files": len(wanted.files)}
     for name in survey.unlisted:
         directory = model_catalog.destination(given.paths, name, catalog[name])
         values[name] = {"path": str(directory), "identity": None, "bytes": None, "files": None, "config": {}}

@@ -54,7 +54,7 @@ OWN_WORDS = ("BOOT_IMAGE", "root", "rootflags", "initrd", "resume", "resume_offs
 
 WEIGHTS = (
     ("driver.", "packages.system", "kernel_command_line", "kernel_parameters", "driver.parameters", "iommu", "pci.", "topology"),
-    ("gpus", "nccl.", "libraries", "tools", "packages", "cuda_driver_version"),
+    ("gpus", "models.", "nccl.", "libraries", "tools", "packages", "cuda_driver_version"),
     ("cpu", "sysctl", "limits", "kernel", "os", "container", "memory"),
 )
 """What matters, most first; everything else comes after."""
@@ -109,7 +109,7 @@ def differences(good: Mapping[str, Any], bad: Mapping[str, Any]) -> list[Differe
     found = [
         Difference(path, one.get(path), other.get(path))
         for path in dict.fromkeys((*one, *other))
-        if one.get(path) != other.get(path) and not _is_identity(path)
+        if one.get(path) != other.get(path) and not _is_identity(path) and not _is_unknown(path, one, other)
     ]
     return sorted(_merged(found), key=lambda difference: (_weight(difference.path), difference.path))
 
@@ -151,6 +151,11 @@ def _is_identity(path: str) -> bool:
     return any(fnmatchcase(path, pattern.replace("[", "[[]").replace("[[]*]", "[[]*]")) for pattern in IDENTITIES) or path.endswith(
         "reason"
     )
+
+
+def _is_unknown(path: str, *hosts: Mapping[str, Any]) -> bool:
+    """Say whether it is a model's identity that one host doesn't know: that tells nothing of its files."""
+    return path.startswith("models.") and path.endswith(".identity") and any(path not in host for host in hosts)
 
 
 def _merged(found: list[Difference]) -> list[Difference]:

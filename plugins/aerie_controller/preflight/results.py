@@ -145,9 +145,8 @@ def of_place(place: str, known: Sequence[Rule], want: Mapping[str, Any], ignore:
     try:
         if path.is_dir():
             root = Path(want["root"]) if want.get("root") else None
-            models = tuple(str(model["path"]) for model in (want.get("models") or {}).values() if model.get("source", "host") == "host")
-            paths = (*([str(root)] if root else []), *models)
-            question = host_info.Question(aerie_root=root, paths=paths, models=models)
+            paths = (str(root),) if root else ()
+            question = host_info.Question(aerie_root=root, paths=paths, catalog=want.get("models") or {})
             return examine(known, path.name, host_info.survey(host_info.open_host(path), question), want, ignore)
         return HostResult.from_dict(json.loads(path.read_text()))
     except (OSError, ValueError, KeyError, TypeError, AerieError) as error:

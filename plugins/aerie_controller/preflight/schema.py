@@ -130,7 +130,7 @@ INFO: Shape = {
         "graph_files": [{"variable": None, "from": None, "path": None, "exists": None, "gpus": None}],
     },
     "caches": [{"path": None, "kind": None, "age_s": None, "release_keyed": None}],
-    "models": {"*": {"problems": [None], "bytes": None}},
+    "models": {"*": {"problems": [None], "bytes": None, "identity": None}},
     "service_manager": {"systemd": None, "pid1": None},
     "container": {"kind": None, "evidence": None},
     "pythons": {"*": {"version": None, "executable": None, "venv": None, "ensurepip": None}},
