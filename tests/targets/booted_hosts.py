@@ -316,6 +316,9 @@ class BootedHosts:
         for namespace in (name for name in listed if name.startswith(PREFIX)):
             self._kill_group(namespace)
             run("ip", "netns", "delete", namespace)
+        # The kernel closes a name space, and with it the host's end of the link, some time later: the next set would find the other end.
+        for link in Path("/sys/class/net").glob(f"v{PREFIX}*"):
+            run("ip", "link", "delete", link.name, check=False)
         if Path(f"/sys/class/net/{BRIDGE}").exists():
             run("ip", "link", "delete", BRIDGE)
 
