@@ -137,7 +137,7 @@ from ansible.module_utils.aerie.errors import AerieError, raise_all
 from ansible.module_utils.aerie.lease import renew_if_given
 from ansible.module_utils.aerie.paths import HostPaths
 from ansible.module_utils.aerie.releases import golden, release
-from ansible.module_utils.aerie.serving import server
+from ansible.module_utils.aerie.serving import server_plan
 from ansible.module_utils.aerie.serving.server_http import Endpoint, ServerError
 from ansible.module_utils.basic import AnsibleModule
 
@@ -172,7 +172,7 @@ class Run:
 
     def __init__(self, module: AnsibleModule) -> None:
         self.module, self.asked = module, module.params
-        self.host = server.Host(HostPaths(Path(self.asked["root"])), self.asked["service_manager"])
+        self.host = server_plan.Host(HostPaths(Path(self.asked["root"])), self.asked["service_manager"])
         self.paths = self.host.paths
         self.prompts = golden.read_prompts(self.asked["prompts"]) if self.asked["prompts"] else ()
         self.against: dict[str, str] = self.asked["against"] if self.asked["state"] == "compared" else {}
@@ -213,7 +213,7 @@ class Run:
         return sorted(path.parent.name for path in self.paths.instances.glob("*/instance.json"))
 
     def _look(self, name: str) -> dict[str, Any]:
-        record = server.recorded(self.paths, name)
+        record = server_plan.recorded(self.paths, name)
         running = bool(record) and self.host.service(record.get("service_manager")).main_pid(name) is not None
         return {
             "running": running,
@@ -278,7 +278,7 @@ class Run:
             )
 
     def _answers(self, name: str) -> golden.Answers:
-        record = server.recorded(self.paths, name)
+        record = server_plan.recorded(self.paths, name)
         endpoint = Endpoint(record["host"], record["port"], self.asked["api_key"])
         return golden.ask(
             endpoint, golden.Subject.of(record), self.prompts, tell=lambda: renew_if_given(self.paths.lease, self.asked["lease"])

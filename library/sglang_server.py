@@ -238,7 +238,7 @@ from ansible.module_utils.aerie.host import host_info
 from ansible.module_utils.aerie.lease import renew_if_given
 from ansible.module_utils.aerie.measuring import benchmark
 from ansible.module_utils.aerie.paths import HostPaths
-from ansible.module_utils.aerie.serving import server
+from ansible.module_utils.aerie.serving import server, server_plan
 from ansible.module_utils.basic import AnsibleModule
 
 
@@ -272,7 +272,7 @@ def main() -> None:
         supports_check_mode=True,
     )
     asked = module.params
-    host = server.Host(
+    host = server_plan.Host(
         paths=HostPaths(Path(asked["root"])),
         service_manager=asked["service_manager"],
         supervisor=Path(asked["supervisor"]) if asked["supervisor"] else None,
@@ -290,7 +290,7 @@ def main() -> None:
         module.fail_json(msg=f"{error.filename}: {error.strerror}: does this user own {asked['root']}?")
 
 
-def _stop(module: AnsibleModule, host: server.Host) -> dict[str, Any]:
+def _stop(module: AnsibleModule, host: server_plan.Host) -> dict[str, Any]:
     name = module.params["name"]
     if module.check_mode:
         found = server.status(host, name)
@@ -307,13 +307,13 @@ def _stop(module: AnsibleModule, host: server.Host) -> dict[str, Any]:
     return server.stop(host, name)
 
 
-def _start(module: AnsibleModule, host: server.Host) -> dict[str, Any]:
+def _start(module: AnsibleModule, host: server_plan.Host) -> dict[str, Any]:
     asked = module.params
-    if module.check_mode and server.current_release(host.paths) is None:
+    if module.check_mode and server_plan.current_release(host.paths) is None:
         return {"changed": True, "msg": f"{asked['name']} would be started; its flags can only be checked once there is a release"}
-    wanted = server.plan(
+    wanted = server_plan.plan(
         host,
-        server.Request(
+        server_plan.Request(
             name=asked["name"],
             instance=asked["instance"],
             arm=asked["arm"],

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ansible.module_utils.aerie.paths import HostPaths
-from ansible.module_utils.aerie.serving.server import Host, Request
+from ansible.module_utils.aerie.serving.server_plan import Host, Request
 
 VERSION = "0.5.23"
 RELEASE = f"{VERSION}-0123456789ab"

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from ansible.module_utils.aerie.errors import AerieError
-from ansible.module_utils.aerie.serving import launch_checks, server, server_flags
+from ansible.module_utils.aerie.serving import launch_checks, server_flags, server_plan
 from sglang_example import ARGUMENTS, DRAFT, EAGLE3, make_host, make_models, make_release, make_request
 
 FLAG = {
@@ -30,13 +30,13 @@ def arm(**dynamic: Any) -> dict[str, Any]:
 def plan(tmp_path: Path):
     """Plan a server of a release that has the patch set, or, with ``patched=False``, has not."""
 
-    def make(wanted: dict[str, Any], patched: bool = True, version: str | None = None, **changes: Any) -> server.Plan:
+    def make(wanted: dict[str, Any], patched: bool = True, version: str | None = None, **changes: Any) -> server_plan.Plan:
         if not (tmp_path / "current").is_symlink():
             release = make_release(tmp_path, [*ARGUMENTS, FLAG] if patched else ARGUMENTS)
             if version:
                 path = release / "release.json"
                 path.write_text(json.dumps(json.loads(path.read_text()) | {"sglang_version": version}))
-        return server.plan(make_host(tmp_path), make_request(tmp_path, wanted, **changes))
+        return server_plan.plan(make_host(tmp_path), make_request(tmp_path, wanted, **changes))
 
     return make
 

@@ -10,7 +10,7 @@ import pytest
 import yaml
 from ansible.module_utils.aerie import settings
 from ansible.module_utils.aerie.errors import AerieError
-from ansible.module_utils.aerie.serving import gpu_settings, server, server_flags
+from ansible.module_utils.aerie.serving import gpu_settings, server_flags, server_plan
 from ansible.module_utils.aerie.serving.gpu_settings import ModelFacts, Situation
 from ansible.module_utils.aerie.specifiers import Version
 from sglang_example import ARGUMENTS, BASELINE, DRAFT, EAGLE3, TARGET, _row, _switch, make_host, make_models, make_release, make_request
@@ -275,11 +275,11 @@ MLA = {**TARGET, "num_attention_heads": 8, "kv_lora_rank": 16, "dtype": "bfloat1
 GPUS = ({"index": 0, "compute_capability": "12.0"}, {"index": 1, "compute_capability": "12.0"})
 
 
-def planned(root: Path, arm: dict[str, Any] = EAGLE3, **changes: Any) -> server.Plan:
+def planned(root: Path, arm: dict[str, Any] = EAGLE3, **changes: Any) -> server_plan.Plan:
     make_release(root, ROWS)
     models = make_models(root, target=MLA, draft=DRAFT)
     settings = {"host_gpus": GPUS, "gpu_table": VALUES, "profile": {"name": "cuda"}, "models": models, **changes}
-    return server.plan(make_host(root), make_request(root, arm, **settings))
+    return server_plan.plan(make_host(root), make_request(root, arm, **settings))
 
 
 def test_a_plan_has_the_settings_in_its_arguments_and_tells_each(tmp_path):

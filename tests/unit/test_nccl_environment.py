@@ -12,7 +12,7 @@ from ansible.module_utils.aerie.errors import AerieError
 from ansible.module_utils.aerie.host import nccl
 from ansible.module_utils.aerie.measuring import benchmark
 from ansible.module_utils.aerie.paths import HostPaths
-from ansible.module_utils.aerie.serving import server
+from ansible.module_utils.aerie.serving import server_plan
 from sglang_example import make_host, make_models, make_release, make_request
 
 PROJECT = Path(__file__).parents[2]
@@ -212,23 +212,23 @@ def host(tmp_path):
 
 
 def test_a_server_reads_the_file_beneath_its_own_variables_and_a_change_is_another_definition(host):
-    before = server.plan(make_host(host), make_request(host))
+    before = server_plan.plan(make_host(host), make_request(host))
     nccl.path(host).write_text(nccl.text({"NCCL_PROTO": "LL128", "NCCL_BUFFSIZE": "1048576", "NCCL_IB_DISABLE": "1"}))
     arm = {"name": "baseline", "environment": {"NCCL_BUFFSIZE": "8388608", "NCCL_IB_DISABLE": None}}
-    planned = server.plan(make_host(host), make_request(host, arm, environment={"NCCL_PROTO": "Simple"}))
+    planned = server_plan.plan(make_host(host), make_request(host, arm, environment={"NCCL_PROTO": "Simple"}))
     assert {name: value for name, value in planned.environment.items() if name.startswith("NCCL_")} == {
         "NCCL_PROTO": "Simple",
         "NCCL_BUFFSIZE": "8388608",
     }
-    assert server.plan(make_host(host), make_request(host)).definition != before.definition
+    assert server_plan.plan(make_host(host), make_request(host)).definition != before.definition
     nccl.path(host).unlink()
-    assert server.plan(make_host(host), make_request(host)).definition == before.definition
+    assert server_plan.plan(make_host(host), make_request(host)).definition == before.definition
 
 
 def test_a_damaged_file_refuses_the_start_and_names_the_cure(host):
     nccl.path(host).write_text("NCCL_PROTO: LL128\n")
     with pytest.raises(AerieError, match="make the file again with the role nccl"):
-        server.plan(make_host(host), make_request(host))
+        server_plan.plan(make_host(host), make_request(host))
 
 
 def test_cells_measured_with_another_file_do_not_count_as_measured(tmp_path):

@@ -12,7 +12,7 @@ import upkeep_example
 from ansible.module_utils.aerie.errors import AerieError
 from ansible.module_utils.aerie.files import canonical_hash
 from ansible.module_utils.aerie.patching import patch_checks
-from ansible.module_utils.aerie.serving import server
+from ansible.module_utils.aerie.serving import server_plan
 from upkeep_example import ADDED, MARKS, WORKER, patch_set
 
 
@@ -138,9 +138,9 @@ def test_a_server_is_refused_before_anything_is_touched_and_in_check_mode_warned
     host = sglang_example.make_host(tmp_path)
     asked = {"patch_sets": tuple(wanted(MARKS)), "instance": {"port": sglang_example.free_port()}}
     with pytest.raises(AerieError, match=r"nothing was touched.*was made with the patch sets none, and asked for are marks"):
-        server.plan(host, sglang_example.make_request(tmp_path, **asked))
+        server_plan.plan(host, sglang_example.make_request(tmp_path, **asked))
     assert not (tmp_path / "instances").exists()
-    (warning,) = server.plan(host, sglang_example.make_request(tmp_path, rehearsal=True, **asked)).warnings
+    (warning,) = server_plan.plan(host, sglang_example.make_request(tmp_path, rehearsal=True, **asked)).warnings
     assert "could not start as things are now" in warning
 
 
@@ -151,6 +151,6 @@ def test_a_server_on_an_adopted_tree_is_another_when_its_patch_sets_are(tmp_path
     for sets in ([], [{"name": "marks", "sha256": "1"}], [{"name": "marks", "sha256": "2"}]):
         (release / "release.json").write_text(json.dumps(value | {"patch_sets": sets}))
         request = sglang_example.make_request(tmp_path, instance={"port": sglang_example.free_port()})
-        plan = server.plan(sglang_example.make_host(tmp_path), request)
-        definitions.add(canonical_hash(server._sources(plan.release)))
+        plan = server_plan.plan(sglang_example.make_host(tmp_path), request)
+        definitions.add(canonical_hash(server_plan._sources(plan.release)))
     assert len(definitions) == 3

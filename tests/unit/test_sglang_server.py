@@ -19,7 +19,7 @@ import pytest
 from ansible.module_utils.aerie import jobs, processes
 from ansible.module_utils.aerie.errors import AerieError
 from ansible.module_utils.aerie.files import read_json
-from ansible.module_utils.aerie.serving import server, server_processes
+from ansible.module_utils.aerie.serving import server, server_plan, server_processes
 from sglang_example import ARGUMENTS, BASELINE, DRAFT, EAGLE3, free_port, make_host, make_models, make_release, make_request, supervisord
 
 _action = importlib.util.spec_from_file_location("sglang_server_action", Path(__file__).parents[2] / "plugins/action/sglang_server.py")
@@ -37,9 +37,9 @@ class Bench:
         self.host = make_host(root)
         self.messages: list[str] = []
 
-    def plan(self, arm: dict[str, Any] = EAGLE3, behaviour: str = "", **changes: Any) -> server.Plan:
+    def plan(self, arm: dict[str, Any] = EAGLE3, behaviour: str = "", **changes: Any) -> server_plan.Plan:
         instance = {"port": self.port, "environment": {"FAKE_BEHAVIOUR": behaviour}, **changes.pop("instance", {})}
-        return server.plan(self.host, make_request(self.root, arm, instance=instance, **changes))
+        return server_plan.plan(self.host, make_request(self.root, arm, instance=instance, **changes))
 
     def start(self, arm: dict[str, Any] = EAGLE3, behaviour: str = "", seconds: float = 30, **changes: Any) -> dict[str, Any]:
         return server.start(self.plan(arm, behaviour, **changes), seconds, self.messages.append)
@@ -158,7 +158,7 @@ def test_a_persons_shell_in_the_instances_directory_is_not_ours(bench):
 def test_supervisor_stays_while_another_instance_runs(bench):
     bench.start()
     port = free_port()
-    second = server.plan(bench.host, make_request(bench.root, BASELINE, name="second", instance={"port": port}))
+    second = server_plan.plan(bench.host, make_request(bench.root, BASELINE, name="second", instance={"port": port}))
     server.start(second, 30)
     try:
         bench.stop()
@@ -244,7 +244,7 @@ def test_a_wrong_instance_is_refused(bench, instance, message):
 
 def test_without_a_release_the_cure_is_named(tmp_path):
     with pytest.raises(AerieError, match="run the install and patch playbooks first"):
-        server.plan(make_host(tmp_path), make_request(tmp_path))
+        server_plan.plan(make_host(tmp_path), make_request(tmp_path))
 
 
 def test_flags_and_variables_of_later_layers_win(bench):
@@ -272,9 +272,9 @@ def test_gpus_become_visible_devices_in_the_order_of_the_bus(bench):
 
 def test_the_shell_reads_the_files_back_exactly(tmp_path):
     odd = 'it\'s "odd" $HOME `id` \\ \n*; é'
-    (tmp_path / "environment").write_text(server.environment_text({"ODD": odd, "PATH": os.environ["PATH"]}))
+    (tmp_path / "environment").write_text(server_plan.environment_text({"ODD": odd, "PATH": os.environ["PATH"]}))
     launch = tmp_path / "launch"
-    launch.write_text(server.launch_text(tmp_path, ("printf", "%s|", "--x", odd, f"--y={odd}")))
+    launch.write_text(server_plan.launch_text(tmp_path, ("printf", "%s|", "--x", odd, f"--y={odd}")))
     answer = subprocess.run(["sh", str(launch)], capture_output=True, text=True, check=True)
     assert answer.stdout == f"--x|{odd}|--y={odd}|"
     script = f"set -a; . {shlex.quote(str(tmp_path / 'environment'))}; printenv ODD"
@@ -283,7 +283,7 @@ def test_the_shell_reads_the_files_back_exactly(tmp_path):
 
 def test_a_release_without_config_files_takes_the_key_as_an_argument_and_says_so(tmp_path):
     make_release(tmp_path, [row for row in ARGUMENTS if row["dest"] != "config"])
-    plan = server.plan(make_host(tmp_path), make_request(tmp_path, api_key="sesame", instance={"port": free_port()}))
+    plan = server_plan.plan(make_host(tmp_path), make_request(tmp_path, api_key="sesame", instance={"port": free_port()}))
     assert plan.argv[plan.argv.index("--api-key") :][:2] == ("--api-key", "sesame")
     assert "list of processes" in plan.warnings[0]
     assert all("sesame" not in text for change in server.file_changes(plan) for text in change[1:])
@@ -339,7 +339,7 @@ def test_temporary_files_stay_below_the_instance_and_go_with_the_next_start_unle
     with tempfile.TemporaryDirectory() as name:
         root = Path(name)
         make_release(root)
-        wanted = server.plan(make_host(root), make_request(root, instance={"port": free_port()}))
+        wanted = server_plan.plan(make_host(root), make_request(root, instance={"port": free_port()}))
         directory = root / "instances/main/tmp"
         assert wanted.environment["TMPDIR"] == str(directory)
         directory.mkdir(parents=True)
@@ -348,7 +348,7 @@ def test_temporary_files_stay_below_the_instance_and_go_with_the_next_start_unle
         assert list(directory.iterdir()) == []
     deep = tmp_path / ("deep" * 20)
     make_release(deep)
-    assert "TMPDIR" not in server.plan(make_host(deep), make_request(deep, instance={"port": free_port()})).environment
+    assert "TMPDIR" not in server_plan.plan(make_host(deep), make_request(deep, instance={"port": free_port()})).environment
 
 
 def test_check_mode_says_what_would_change_and_changes_nothing(bench):
