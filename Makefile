@@ -18,8 +18,8 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 bin := .venv/bin
 pip_install := $(bin)/python -m pip install -qq --require-hashes
 pytest := $(bin)/python -m pytest --timeout 1500
-# Whole runs mostly wait: a worker for each kind of host (TOGETHER in tests/conftest.py), the rest in between.
-JOBS ?= 3
+# Whole runs wait for servers two fifths of the time: what shares a host stays in one worker (TOGETHER in tests/conftest.py).
+JOBS ?= 2
 in_parallel := --numprocesses $(JOBS) --dist loadscope --no-loadscope-reorder
 
 .PHONY: help
@@ -57,7 +57,7 @@ stop: .venv/.controller ## stop the demo's servers
 	@$(bin)/ansible-playbook playbooks/stop.yml
 
 .PHONY: test
-test: .venv/.dev ## everything below, JOBS=3 at once; booted test hosts need root
+test: .venv/.dev ## everything below, JOBS=2 at once; booted test hosts need root
 	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target lint sanity
 	@if [ "$$(id -u)" = 0 ]; then $(pytest) $(in_parallel) tests; \
 	else echo "NOT RUN: tests/targets boots hosts, which needs root: sudo make test-targets"; $(pytest) $(in_parallel) tests -m "not targets"; fi

@@ -178,6 +178,7 @@ def test_a_tree_that_can_not_be_verified_goes_back_to_the_patch_sets_before_and_
     assert (host.git("diff"), host.instance["state"], host.tokens()) == (differences, "ready", tokens)
 
 
+@pytest.mark.long
 def test_a_rollback_to_pristine_leaves_the_checkout_as_git_has_it_and_serves(host):
     tokens = host.tokens()
     done = host.run("playbooks/rollback.yml", sglang_patches_rollback_to="pristine", **PATCHED).require_success()

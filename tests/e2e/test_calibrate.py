@@ -101,6 +101,7 @@ def calibrated(host: Host) -> tuple[Run, dict[str, Any]]:
     return run, found
 
 
+@pytest.mark.long
 def test_both_modes_are_measured_in_one_launch_and_what_came_of_it_is_shown(host, calibrated):
     run, found = calibrated
     assert found["verdict"] in ("crosses", "always", "never")
@@ -112,6 +113,7 @@ def test_both_modes_are_measured_in_one_launch_and_what_came_of_it_is_shown(host
     assert processes_of(host.root) == [], "the instance did not run before"
 
 
+@pytest.mark.long
 def test_the_next_start_uses_it_and_a_second_one_changes_nothing(host, calibrated):
     _, found = calibrated
     host.run("playbooks/start.yml").require_success()
@@ -121,6 +123,7 @@ def test_the_next_start_uses_it_and_a_second_one_changes_nothing(host, calibrate
     assert host.run("playbooks/start.yml").require_success().changed == {}
 
 
+@pytest.mark.long
 def test_a_calibration_of_another_host_is_refused_and_the_server_goes_on(host, calibrated):
     _, found = calibrated
     other = found | {"host": "gpu-77", "host_fingerprint": {"fingerprint": "0" * 64}}
