@@ -57,7 +57,7 @@ stop: .venv/.controller ## stop the demo's servers
 	@$(bin)/ansible-playbook playbooks/stop.yml
 
 .PHONY: test
-test: .venv/.dev ## everything below, JOBS=2 at once; booted test hosts need root
+test: .venv/.dev ## everything below but the longest, JOBS=2 at once; booted test hosts need root
 	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target lint sanity
 	@if [ "$$(id -u)" = 0 ]; then $(pytest) $(in_parallel) tests; \
 	else echo "NOT RUN: tests/targets boots hosts, which needs root: sudo make test-targets"; $(pytest) $(in_parallel) tests -m "not targets"; fi
@@ -96,8 +96,8 @@ test-e2e: .venv/.dev ## whole runs on this machine (make test leaves the longest
 	$(pytest) tests/e2e --long
 
 .PHONY: test-targets
-test-targets: .venv/.dev ## whole runs on booted hosts over SSH; needs root
-	$(pytest) tests/targets
+test-targets: .venv/.dev ## whole runs on booted hosts over SSH (make test leaves the longest out); needs root
+	$(pytest) tests/targets --long
 
 .PHONY: lock
 lock: ## make requirements/*.txt anew (LOCK=--upgrade takes newer versions)

@@ -97,6 +97,7 @@ with sqlite3.connect(sys.argv[1]) as ledger:
     return sorted(subprocess.run(argv, capture_output=True, text=True, check=True).stdout.splitlines())
 
 
+@pytest.mark.long
 def test_a_server_that_does_not_start_is_the_outcome_of_its_cells_and_not_the_end(deployed, demo, tmp_path):
     arms = yaml.safe_load((PROJECT / "inventory/demo/group_vars/gpu_hosts.yml").read_text())["sglang_server_arms"]
     arms["baseline"]["environment"] = {"SGLANG_EXTERNAL_MODEL_PACKAGE": "no_such_package"}

@@ -100,6 +100,7 @@ def test_a_reboot_brings_the_server_back(second, targets):
     pytest.fail(f"{host.name} served nothing 240 s after its reboot: {targets.on(host, 'journalctl -u sglang@main -n 40 --no-pager')}")
 
 
+@pytest.mark.long
 def test_stop_leaves_no_process_and_start_brings_the_server_back(second, targets, deploy):
     deploy("playbooks/stop.yml").require_success()
     for host in targets.hosts:
