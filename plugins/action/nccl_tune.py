@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import sys
-import tempfile
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from ansible.utils.display import Display
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import aerie_controller  # noqa: F401  makes ansible.module_utils.aerie importable
 from aerie_controller.detached import DetachedAction
+from aerie_controller.variables_file import plain
 
 HEAD = """---
 # Written by playbooks/tune_nccl.yml, run {run_id}, for {host}. To use it: nccl_tuned_file: {path}
@@ -65,7 +65,7 @@ class ActionModule(DetachedAction):
         tuned = decision.tuned(result, decisions, options)
         path = Path(self._loader.path_dwim(given["path"]))
         text = HEAD.format(run_id=result["run_id"], host=result["host"], path=path) + yaml.safe_dump(
-            {"nccl_tuned": _plain(tuned)}, sort_keys=False, allow_unicode=True, width=130
+            {"nccl_tuned": plain(tuned)}, sort_keys=False, allow_unicode=True, width=130
         )
         table = tune_table.render(result, decisions, options, {"variables": str(path)})
         Display().display(f"\n{table}")
@@ -82,32 +82,5 @@ class ActionModule(DetachedAction):
             return result
         lacking = collection.missing(result["files"], Path(dest))
         if lacking:
-            self._fetch(lacking, Path(dest), task_vars)
+            self.bring(lacking, Path(dest), task_vars, "search", state="packed", root=self._task.args["root"])
         return result | {"fetched": [entry["place"] for entry in lacking]}
-
-    def _fetch(self, lacking: list[dict[str, Any]], dest: Path, task_vars: dict[str, Any]) -> None:
-        from ansible.module_utils.aerie.errors import AerieError
-        from ansible.module_utils.aerie.measuring import collection
-
-        shell = self._connection._shell
-        remote = shell.join_path(shell.tmpdir or self._make_tmp_path(), "nccl.tar.gz")
-        arguments = {"root": self._task.args["root"], "state": "packed", "archive": remote, "wanted": [entry["path"] for entry in lacking]}
-        packed = self._execute_module(module_args=arguments, task_vars=task_vars)
-        if packed.get("failed"):
-            raise AerieError(f"the host could not pack its search: {packed.get('msg')}")
-        try:
-            with tempfile.TemporaryDirectory() as scratch:
-                local = Path(scratch) / "nccl.tar.gz"
-                self._connection.fetch_file(remote, str(local))
-                collection.unpack(local, lacking, dest)
-        finally:
-            self._remove_tmp_path(shell.tmpdir, force=True)
-
-
-def _plain(value: Any) -> Any:
-    """Return ``value`` as YAML knows it: Ansible's values carry tags."""
-    if isinstance(value, dict):
-        return {str(key): _plain(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(inner) for inner in value]
-    return str(value) if isinstance(value, str) else value

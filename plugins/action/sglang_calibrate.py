@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -29,16 +28,7 @@ class ActionModule(DetachedAction):
     TRANSFERS_FILES = True
 
     def prepare(self, arguments: dict[str, Any], task_vars: dict[str, Any]) -> dict[str, Any]:  # noqa: ARG002
-        from ansible.module_utils.aerie.errors import AerieError
-        from ansible.module_utils.aerie.words import listing, near
-
-        arms = arguments.pop("arms", None) or {}
-        name = arguments.get("arm")
-        if isinstance(name, str):
-            if name not in arms:
-                raise AerieError(f"sglang_calibrate_arm: {name!r} is not in sglang_server_arms{near(name, arms)}; it has {listing(arms)}")
-            arguments["arm"] = {**(arms[name] or {}), "name": name}
-        return arguments
+        return self.choose_arm(arguments, "sglang_calibrate_arm")
 
     def run(self, tmp: str | None = None, task_vars: dict[str, Any] | None = None) -> dict[str, Any]:
         from ansible.module_utils.aerie.errors import AerieError
@@ -101,24 +91,6 @@ class ActionModule(DetachedAction):
         if lacking:
             profile_levels.set_aside(Path(dest, *Path(result["files"][0]["place"]).parts[:3]))
             lacking = result["files"]
-            self._fetch(lacking, Path(dest), task_vars)
+            where = {name: self._task.args[name] for name in ("root", "instance")}
+            self.bring(lacking, Path(dest), task_vars, "calibration", **where)
         return result | {"fetched": [entry["place"] for entry in lacking]}
-
-    def _fetch(self, lacking: list[dict[str, Any]], dest: Path, task_vars: dict[str, Any]) -> None:
-        from ansible.module_utils.aerie.errors import AerieError
-        from ansible.module_utils.aerie.measuring import collection
-
-        shell = self._connection._shell
-        remote = shell.join_path(shell.tmpdir or self._make_tmp_path(), "calibration.tar.gz")
-        arguments = {name: self._task.args[name] for name in ("root", "instance")}
-        arguments |= {"archive": remote, "wanted": [entry["path"] for entry in lacking]}
-        packed = self._execute_module(module_args=arguments, task_vars=task_vars)
-        if packed.get("failed"):
-            raise AerieError(f"the host could not pack its calibration: {packed.get('msg')}")
-        try:
-            with tempfile.TemporaryDirectory() as scratch:
-                local = Path(scratch) / "calibration.tar.gz"
-                self._connection.fetch_file(remote, str(local))
-                collection.unpack(local, lacking, dest)
-        finally:
-            self._remove_tmp_path(shell.tmpdir, force=True)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import shlex
+import tempfile
 import time
+from pathlib import Path
 from typing import Any
 
 from ansible.errors import AnsibleConnectionFailure
@@ -50,6 +52,38 @@ class DetachedAction(ActionBase):
     def prepare(self, arguments: dict[str, Any], task_vars: dict[str, Any]) -> dict[str, Any]:  # noqa: ARG002 - subclasses use it
         """Return the arguments for the module; raise AerieError to refuse before the host is asked."""
         return arguments
+
+    def choose_arm(self, arguments: dict[str, Any], variable: str) -> dict[str, Any]:
+        """Return the arguments with ``arm``, a name, as that arm of ``arms``; ``variable`` is where a user named it."""
+        from ansible.module_utils.aerie.errors import AerieError
+        from ansible.module_utils.aerie.words import listing, near
+
+        arms = arguments.pop("arms", None) or {}
+        name = arguments.get("arm")
+        if isinstance(name, str):
+            if name not in arms:
+                raise AerieError(f"{variable}: {name!r} is not in sglang_server_arms{near(name, arms)}; it has {listing(arms)}")
+            arguments["arm"] = {**(arms[name] or {}), "name": name}
+        return arguments
+
+    def bring(self, lacking: list[dict[str, Any]], dest: Path, task_vars: dict[str, Any], what: str, **packing: Any) -> None:
+        """Bring files of a manifest to ``dest`` in one archive, which the module packs when it is called with ``packing``."""
+        from ansible.module_utils.aerie.errors import AerieError
+        from ansible.module_utils.aerie.measuring import collection
+
+        shell = self._connection._shell
+        remote = shell.join_path(shell.tmpdir or self._make_tmp_path(), f"{what}.tar.gz")
+        arguments = packing | {"archive": remote, "wanted": [entry["path"] for entry in lacking]}
+        packed = self._execute_module(module_args=arguments, task_vars=task_vars)
+        if packed.get("failed"):
+            raise AerieError(f"the host could not pack its {what}: {packed.get('msg')}")
+        try:
+            with tempfile.TemporaryDirectory() as scratch:
+                local = Path(scratch) / f"{what}.tar.gz"
+                self._connection.fetch_file(remote, str(local))
+                collection.unpack(local, lacking, dest)
+        finally:
+            self._remove_tmp_path(shell.tmpdir, force=True)
 
     def run(self, tmp: str | None = None, task_vars: dict[str, Any] | None = None) -> dict[str, Any]:
         from ansible.module_utils.aerie.errors import AerieError

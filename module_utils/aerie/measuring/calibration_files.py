@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ansible.module_utils.aerie import files
 from ansible.module_utils.aerie.errors import AerieError
 from ansible.module_utils.aerie.measuring import bench_runner, calibration
 from ansible.module_utils.aerie.measuring.calibration import PLAIN, SPECULATIVE
@@ -200,11 +199,4 @@ def manifest(root: Path, directory: Path, place: str) -> list[dict[str, Any]]:
 
 
 def _json(path: Path, *default: Any) -> Any:
-    try:
-        return files.read_json(path)
-    except FileNotFoundError:
-        if default:
-            return default[0]
-        raise AerieError(f"{path} is missing: the directory is no calibration") from None
-    except ValueError as error:
-        raise AerieError(f"{path} can't be read: {error}") from error
+    return profile_levels.read_json(path, "calibration", *default)

@@ -9,11 +9,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from ansible.module_utils.aerie import files
-from ansible.module_utils.aerie.errors import AerieError, raise_all
-from ansible.module_utils.aerie.measuring import bench_clients, bench_runner, benchmark, calibration_run, records
+from ansible.module_utils.aerie.errors import raise_all
+from ansible.module_utils.aerie.measuring import calibration_run, served
 from ansible.module_utils.aerie.paths import HostPaths
-from ansible.module_utils.aerie.words import listing, near
+from ansible.module_utils.aerie.words import near
 
 PATCH_SET = "dynamic_speculation"
 WORKLOAD = {"dataset": "random-ids", "input_len": 128, "output_len": 256}
@@ -98,86 +97,32 @@ def directory(paths: HostPaths, asked: Request) -> Path:
 
 def require_release(paths: HostPaths, asked: Request) -> bool:
     """Raise AerieError where the release that would serve can't change over; return False where there is no release yet."""
-    try:
-        release = files.read_json(paths.current / "release.json")
-    except FileNotFoundError:
-        return False
-    except (OSError, ValueError) as error:
-        raise AerieError(f"{paths.current / 'release.json'} can't be read ({error}): make the release again (patch playbook)") from error
-    _require_patch_set(release, asked)
-    return True
+    release = served.current_release(paths)
+    if release is not None:
+        _require_patch_set(release, asked)
+    return release is not None
 
 
 def _require_patch_set(release: Mapping[str, Any], asked: Request) -> None:
-    names = [found["name"] for found in release.get("patch_sets") or []]
-    if PATCH_SET not in names:
-        raise AerieError(
-            f"release {release.get('id')} has no patch set {PATCH_SET} (it has {listing(names)}), so arm {asked.arm['name']} can't change "
-            f"over: add {PATCH_SET} to sglang_patches_sets and run playbooks/patch.yml first"
-        )
+    served.require_patch_set(release, PATCH_SET, f"arm {asked.arm['name']} can't change over")
 
 
 def prepare(paths: HostPaths, asked: Request, before_level: Callable[[], None] = lambda: None) -> calibration_run.Job:
     """Return the work that ``asked`` means on this host; raise AerieError before anything is written if it can't be done."""
-    home = paths.instance(asked.instance)
-    try:
-        instance = files.read_json(home / "instance.json")
-    except (OSError, ValueError) as error:
-        raise AerieError(f"instance {asked.instance} does not exist ({error}): start it with the sglang_server role") from error
-    if instance.get("state") != "ready":
-        raise AerieError(f"instance {asked.instance} is {instance.get('state')}, not ready: start it with the sglang_server role")
-    if instance["arm"]["name"] != asked.arm["name"]:
-        raise AerieError(f"instance {asked.instance} serves arm {instance['arm']['name']}, not {asked.arm['name']}")
-    release_path = paths.release(instance["release"])
-    try:
-        release = files.read_json(release_path / "release.json")
-    except (OSError, ValueError) as error:
-        raise AerieError(f"the release that is served can't be read ({error}): make one with the sglang_patches role") from error
-    _require_patch_set(release, asked)
-    path = (asked.models.get(asked.target) or {}).get("path")
-    tokenizer = Path(path) if path and Path(path).is_dir() else None
-    package = Path(release["tree"]) / "sglang" if release.get("tree") else None
-    chosen = Path(asked.client) if asked.client else None
-    client = bench_clients.find(release_path, str(release["sglang_version"]), tokenizer, package=package, chosen=chosen)
-    address = str(instance["host"]).strip("[]")
+    found = served.find(paths, asked, lambda release: _require_patch_set(release, asked))
+    about = {
+        "started": datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z"),
+        "settings": calibration_run.describe(asked.settings),
+    }
     return calibration_run.Job(
         directory=directory(paths, asked),
-        server=bench_runner.Server(
-            host=benchmark.ANY_ADDRESS.get(address, address),
-            port=int(instance["port"]),
-            log=home / "server.log",
-            profile=home / "profile",
-            api_key=asked.api_key,
-        ),
-        client=client,
-        client_environment={str(name): str(value) for name, value in (instance.get("environment") or {}).items()},
-        tokenizer=tokenizer,
+        server=found.server,
+        client=found.client,
+        client_environment=found.client_environment,
+        tokenizer=found.tokenizer,
         settings=asked.settings,
         before=asked.before,
-        definition=_definition(asked, instance, release, client),
-        lock=home / "benchmark.lock",
+        definition=served.definition(asked, found) | about,
+        lock=found.lock,
         before_level=before_level,
     )
-
-
-def _definition(asked: Request, instance: Mapping[str, Any], release: Mapping[str, Any], client: bench_clients.Client) -> dict[str, Any]:
-    environment = bench_runner.redacted_environment(instance.get("environment") or asked.arm.get("environment") or {})
-    speculation = asked.arm.get("speculation") or {}
-    names = {"target": asked.target, "draft": speculation.get("draft_model")}
-    return {
-        "run_id": asked.run_id,
-        "host": asked.host,
-        "started": datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z"),
-        "instance": asked.instance,
-        "arm": {**asked.arm, "environment": bench_runner.redacted_environment(asked.arm.get("environment") or {})},
-        "acceptance_simulated": any(environment.get(name, "").strip() not in ("", "0", "-1") for name in records.PINS),
-        "argv": bench_runner.redacted_argv([str(word) for word in instance.get("argv") or []]),
-        "environment": environment,
-        "release": dict(release),
-        "models": {
-            role: {"name": name, "identity": (asked.models.get(name) or {}).get("identity")} for role, name in names.items() if name
-        },
-        "settings": calibration_run.describe(asked.settings),
-        "client": client.identity(),
-        "host_fingerprint": benchmark.fingerprint(asked.host_info),
-    }

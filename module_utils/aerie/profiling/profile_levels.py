@@ -150,12 +150,17 @@ def _text(path: Path) -> str:
         return ""
 
 
-def _json(path: Path, *default: Any) -> Any:
+def read_json(path: Path, of: str, *default: Any) -> Any:
+    """Return a file's content, or ``default`` where it is missing; raise AerieError that says of what directory it should be part."""
     try:
         return files.read_json(path)
     except FileNotFoundError:
         if default:
             return default[0]
-        raise AerieError(f"{path} is missing: the directory is no profile of an arm") from None
+        raise AerieError(f"{path} is missing: the directory is no {of}") from None
     except ValueError as error:
         raise AerieError(f"{path} can't be read: {error}") from error
+
+
+def _json(path: Path, *default: Any) -> Any:
+    return read_json(path, "profile of an arm", *default)

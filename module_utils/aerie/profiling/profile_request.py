@@ -9,9 +9,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from ansible.module_utils.aerie import files
-from ansible.module_utils.aerie.errors import AerieError, raise_all
-from ansible.module_utils.aerie.measuring import bench_clients, bench_runner, benchmark, records
+from ansible.module_utils.aerie.errors import raise_all
+from ansible.module_utils.aerie.measuring import served
 from ansible.module_utils.aerie.paths import HostPaths
 from ansible.module_utils.aerie.profiling import profile_levels, profile_run
 from ansible.module_utils.aerie.words import listing, near
@@ -94,97 +93,44 @@ def directory(paths: HostPaths, asked: Request) -> Path:
 
 def require_release(paths: HostPaths, asked: Request) -> bool:
     """Raise AerieError where the release that would serve the arm can't tell its phases; return False where there is no release yet."""
-    try:
-        release = files.read_json(paths.current / "release.json")
-    except FileNotFoundError:
-        return False
-    except (OSError, ValueError) as error:
-        raise AerieError(f"{paths.current / 'release.json'} can't be read ({error}): make the release again (patch playbook)") from error
-    _require_profiler(release, asked)
-    return True
+    release = served.current_release(paths)
+    if release is not None:
+        _require_profiler(release, asked)
+    return release is not None
 
 
 def _require_profiler(release: Mapping[str, Any], asked: Request) -> None:
-    names = [found["name"] for found in release.get("patch_sets") or []]
-    if asked.has_phases and PATCH_SET not in names:
-        raise AerieError(
-            f"release {release.get('id')} has no patch set {PATCH_SET} (it has {listing(names)}), so the phases of arm {asked.arm['name']} "
-            f"can't be timed: add {PATCH_SET} to sglang_patches_sets and run playbooks/patch.yml first"
-        )
+    if asked.has_phases:
+        served.require_patch_set(release, PATCH_SET, f"the phases of arm {asked.arm['name']} can't be timed")
 
 
 def record_not_started(paths: HostPaths, asked: Request, reason: str) -> None:
     """Record the arm's levels as failed because its server did not start."""
     profile_run.record_failed(
-        directory(paths, asked), _definition(asked, {}, {}, None), asked.settings.concurrency, f"the server did not start: {reason}"
+        directory(paths, asked), _definition(asked, None), asked.settings.concurrency, f"the server did not start: {reason}"
     )
 
 
 def prepare(paths: HostPaths, asked: Request, before_level: Callable[[], None] = lambda: None) -> profile_run.Job:
     """Return the work that ``asked`` means on this host; raise AerieError before anything is written if it can't be done."""
-    home = paths.instance(asked.instance)
-    try:
-        instance = files.read_json(home / "instance.json")
-    except (OSError, ValueError) as error:
-        raise AerieError(f"instance {asked.instance} does not exist ({error}): start it with the sglang_server role") from error
-    if instance.get("state") != "ready":
-        raise AerieError(f"instance {asked.instance} is {instance.get('state')}, not ready: start it with the sglang_server role")
-    if instance["arm"]["name"] != asked.arm["name"]:
-        raise AerieError(f"instance {asked.instance} serves arm {instance['arm']['name']}, not {asked.arm['name']}")
-    release_path = paths.release(instance["release"])
-    try:
-        release = files.read_json(release_path / "release.json")
-    except (OSError, ValueError) as error:
-        raise AerieError(f"the release that is served can't be read ({error}): make one with the sglang_patches role") from error
-    _require_profiler(release, asked)
-    path = (asked.models.get(asked.target) or {}).get("path")
-    tokenizer = Path(path) if path and Path(path).is_dir() else None
-    package = Path(release["tree"]) / "sglang" if release.get("tree") else None
-    chosen = Path(asked.client) if asked.client else None
-    client = bench_clients.find(release_path, str(release["sglang_version"]), tokenizer, package=package, chosen=chosen)
-    address = str(instance["host"]).strip("[]")
+    found = served.find(paths, asked, lambda release: _require_profiler(release, asked))
     return profile_run.Job(
         directory=directory(paths, asked),
-        server=bench_runner.Server(
-            host=benchmark.ANY_ADDRESS.get(address, address),
-            port=int(instance["port"]),
-            log=home / "server.log",
-            profile=home / "profile",
-            api_key=asked.api_key,
-        ),
-        client=client,
-        client_environment={str(name): str(value) for name, value in (instance.get("environment") or {}).items()},
-        tokenizer=tokenizer,
+        server=found.server,
+        client=found.client,
+        client_environment=found.client_environment,
+        tokenizer=found.tokenizer,
         settings=asked.settings,
         phases=asked.has_phases,
-        definition=_definition(asked, instance, release, client),
-        lock=home / "benchmark.lock",
+        definition=_definition(asked, found),
+        lock=found.lock,
         before_level=before_level,
     )
 
 
-def _definition(
-    asked: Request, instance: Mapping[str, Any], release: Mapping[str, Any], client: bench_clients.Client | None
-) -> dict[str, Any]:
-    environment = bench_runner.redacted_environment(instance.get("environment") or asked.arm.get("environment") or {})
-    speculation = asked.arm.get("speculation") or {}
-    names = {"target": asked.target, "draft": speculation.get("draft_model")}
-    return {
+def _definition(asked: Request, found: served.Served | None) -> dict[str, Any]:
+    return served.definition(asked, found) | {
         "schema": profile_levels.SCHEMA,
-        "run_id": asked.run_id,
-        "host": asked.host,
         "started": datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z"),
-        "instance": asked.instance,
-        "arm": {**asked.arm, "environment": bench_runner.redacted_environment(asked.arm.get("environment") or {})},
-        "acceptance_simulated": bool(speculation)
-        and any(environment.get(name, "").strip() not in ("", "0", "-1") for name in records.PINS),
-        "argv": bench_runner.redacted_argv([str(word) for word in instance.get("argv") or []]),
-        "environment": environment,
-        "release": dict(release),
-        "models": {
-            role: {"name": name, "identity": (asked.models.get(name) or {}).get("identity")} for role, name in names.items() if name
-        },
         "settings": asked.settings.as_dict(),
-        "client": client.identity() if client else None,
-        "host_fingerprint": benchmark.fingerprint(asked.host_info),
     }
