@@ -18,6 +18,8 @@ import pytest
 
 from runs import HOST_OF_TESTS, Run, free_port, playbook, processes_of
 
+pytestmark = pytest.mark.long  # make test looks at test_adopted.py, which is for images
+
 SHARED = ("environments", "packages")
 WORKER = "python/sglang/srt/speculative/eagle_worker_v2.py"
 PROFILER = "python/sglang/srt/speculative/aerie_phase_profiler.py"
@@ -161,7 +163,6 @@ def test_a_tree_is_patched_in_place_and_its_server_answers_as_before_and_a_secon
     assert "added by phase_profiler" in status.output
 
 
-@pytest.mark.long
 def test_a_tree_that_can_not_be_verified_goes_back_to_the_patch_sets_before_and_serves(host):
     before, tokens = host.release, host.tokens()
     differences = host.git("diff")
@@ -178,7 +179,6 @@ def test_a_tree_that_can_not_be_verified_goes_back_to_the_patch_sets_before_and_
     assert (host.git("diff"), host.instance["state"], host.tokens()) == (differences, "ready", tokens)
 
 
-@pytest.mark.long
 def test_a_rollback_to_pristine_leaves_the_checkout_as_git_has_it_and_serves(host):
     tokens = host.tokens()
     done = host.run("playbooks/rollback.yml", sglang_patches_rollback_to="pristine", **PATCHED).require_success()
