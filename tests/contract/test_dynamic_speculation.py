@@ -164,6 +164,50 @@ def test_a_draft_makes_k_and_v_of_its_embedding_and_the_targets_hidden_states_al
     assert "self.rotary_emb(positions, q, k)" in attention
 
 
+def test_a_prefill_fills_the_draft_from_hidden_states_and_the_token_after_each_position(sources):
+    names = ["self", "batch", "target_hidden_states", "next_token_ids", "mm_input_embeds"]
+    assert sources.parameters(WORKER, "EagleDraftWorker", "_draft_extend_for_prefill")[:5] == names
+    body = ast.unparse(sources.find(WORKER, "EagleDraftWorker", "_draft_extend_for_prefill"))
+    assert "tail_tokens = _eagle_prefill_tail_tokens(batch, next_token_ids)" in body
+    assert "torch.cat((input_ids[1:], tail_tokens[i].reshape(1)))" in body
+    assert "hidden_states=target_hidden_states" in body
+
+
+def test_a_plain_steps_token_is_counted_as_a_verifications_tokens_are(sources):
+    path = SRT + "managers/scheduler_components/batch_result_processor.py"
+    body = ast.unparse(sources.find(path, "SchedulerBatchResultProcessor", "_resolve_spec_v2_tokens"))
+    claims = sources.version < Version.parse("0.5.15")
+    assert "kv_committed_len += num_accept_tokens" in body
+    assert ("kv_committed_len += num_accept_tokens - 1" in body) is claims
+    assert ("kv_committed_len -= 1" in body) is claims
+    assert ("req.kv.kv_committed_len" in body) is (sources.version >= Version.parse("0.5.19"))
+    assert ("self.advance_grammar_fsm(result, batch)" in body) is ("def advance_grammar_fsm" in sources.text(path))
+    if "advance_grammar_fsm" in body:
+        assert "result.grammar_retained_tokens[i]" in body
+    else:
+        assert "self._accept_grammar_tokens(req, accept_tokens)" in body
+    copies = ast.unparse(sources.find(RESULT, "GenerationBatchResult", "copy_to_cpu"))
+    assert "if self.accept_lens is not None" in copies, "a plain step has none"
+
+
+def test_what_is_allocated_ahead_is_no_more_than_what_a_plain_step_takes_for_granted(sources):
+    path = next(
+        SRT + "mem_cache/" + name for name in ("allocation_sizing.py", "common.py") if sources.release.read(SRT + "mem_cache/" + name)
+    )
+    assert "return 2 * get_alloc_len_per_decode(" in ast.unparse(sources.find(path, "get_alloc_reserve_per_decode"))
+    if sources.version < Version.parse("0.5.15"):
+        return  # there each step is prepared by SGLang
+    body = ast.unparse(sources.find(SRT + "speculative/eagle_utils.py", "eagle_prepare_for_decode"))
+    for line in (
+        "batch.maybe_evict_swa()",
+        "penalizer_orchestrator.is_required",
+        "r.decode_batch_idx += 1",
+        "get_alloc_reserve_per_decode()",
+    ):
+        assert line in body
+    assert "kv_committed_len" not in body.replace("r.kv_committed_len + double_alloc", ""), "nothing is counted there"
+
+
 def test_the_prefix_cache_never_takes_a_requests_last_position(sources):
     """Its draft K and V may still be owed: with EAGLE keys are pairs of tokens, one fewer than tokens."""
     builder = SRT + "mem_cache/kv_cache_builder.py"

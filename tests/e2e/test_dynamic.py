@@ -272,6 +272,9 @@ def test_the_draft_proposes_after_a_return_what_it_would_have_proposed_and_as_mu
     shared = never_off.keys() & after.keys()
     other = [key for key in shared if never_off[key].chain != after[key].chain]
     assert sum(after[key].since_return is not None for key in shared) >= 300
+    state = host.other.state()
+    assert state["fills"] >= 10, "prompts that the draft never ran for"
+    assert state["spared_allocations"] >= 100
     assert len(other) <= len(shared) // 500, f"{len(other)} of {len(shared)} proposals differ, such as {other[:3]}"
     at_the_same_places, overall = acceptance(never_off, after)
     assert 0.99 < at_the_same_places.low <= at_the_same_places.high < 1.01

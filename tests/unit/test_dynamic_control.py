@@ -112,7 +112,8 @@ def test_without_the_argument_nothing_starts_and_hooks_do_nothing(control):
     assert started(control, speculative_dynamic_disable_threshold=None) is None
     state: dict[str, Any] = {}
     control.add_state(state)
-    control.result_begins(None, None)
+    control.result_begins(None)
+    assert control.plain_tokens(None, None, None) is None
     control.result_read(None, None)
     control.interrupted()
     control.report_begins(None)
@@ -272,36 +273,79 @@ def test_metrics_tell_mode_thresholds_steps_and_switches(control, monkeypatch, c
 # Finished steps
 
 
-def request(**changes: Any) -> types.SimpleNamespace:
-    return types.SimpleNamespace(**{"spec_verify_ct": 0, "spec_correct_drafts_histogram": [], **changes})
+class Processor:
+    """What of SGLang's processor a plain step's tokens need, where grammars are advanced with the result (up to 0.5.16)."""
+
+    def _accept_grammar_tokens(self, req: Any, tokens: list[int]) -> list[int]:
+        req.grammar.append(tokens)
+        return tokens if len(req.grammar) < 2 else []
 
 
-def read(control, reqs, accepted: list[int] | None) -> None:
+class LaterProcessor:
+    """The same from 0.5.17: the retained tokens are kept with the result."""
+
+    def advance_grammar_fsm(self, result: Any, batch: Any) -> None:
+        result.grammar_retained_tokens = [
+            None if req.grammar is None else [token + 1000] for req, token in zip(batch.reqs, TOKENS, strict=True)
+        ]
+
+
+TOKENS = [11, 12, 13, 14]
+
+
+def request(kv: bool = False, finished: bool = False, **changes: Any) -> types.SimpleNamespace:
+    counts = {"kv_committed_len": 20}
+    where = {"kv": types.SimpleNamespace(**counts)} if kv else counts
+    values = {"spec_verify_ct": 5, "is_retracted": False, "grammar": None, "finished": lambda: finished}
+    return types.SimpleNamespace(**{**values, **where, **changes})
+
+
+def plain_result(count: int = 4) -> types.SimpleNamespace:
+    tokens = types.SimpleNamespace(tolist=lambda: TOKENS[:count])
+    return types.SimpleNamespace(speculative_num_draft_tokens=1, next_token_ids=tokens, accept_lens=None, num_cap_tokens=None)
+
+
+def read(control, reqs, accepted: list[int] | None) -> Any:
     """Read a result as SGLang's processor does: ``accepted`` drafts of each request, None for a plain step."""
-    result = types.SimpleNamespace(speculative_num_draft_tokens=1 if accepted is None else 4, num_correct_drafts=sum(accepted or ()))
+    result = plain_result(len(reqs)) if accepted is None else types.SimpleNamespace(speculative_num_draft_tokens=4)
     batch = types.SimpleNamespace(reqs=reqs)
-    control.result_begins(batch, result)
-    for req, drafts in zip(reqs, accepted or [0] * len(reqs), strict=True):
-        if req.spec_verify_ct < 0:  # finished
-            continue
-        histogram = req.spec_correct_drafts_histogram
-        req.spec_verify_ct += 1
-        histogram.extend([0] * (drafts - len(histogram) + 1))
-        histogram[drafts] += 1
+    control.result_begins(result)
+    if control.plain_tokens(Processor(), result, batch) is None:
+        result.num_correct_drafts = sum(accepted or ())
     control.result_read(batch, result)
+    return result
 
 
-def test_plain_steps_do_not_count_as_verifications_that_accepted_nothing(control):
+@pytest.mark.parametrize("kv", [False, True])
+@pytest.mark.parametrize("claimed", [0, 1])
+def test_plain_steps_commit_a_token_each_and_do_not_count_as_verifications_that_accepted_nothing(control, kv: bool, claimed: int):
     started(control)
-    one, other, finished = request(), request(spec_verify_ct=7, spec_correct_drafts_histogram=[3, 0, 4]), request(spec_verify_ct=-1)
-    read(control, [one, other, finished], None)
-    assert (one.spec_verify_ct, one.spec_correct_drafts_histogram) == (0, [])
-    assert (other.spec_verify_ct, other.spec_correct_drafts_histogram) == (7, [3, 0, 4])
-    assert (finished.spec_verify_ct, control.is_plain_result()) == (-1, True)
-    read(control, [one, other], [0, 3])
-    assert (one.spec_verify_ct, one.spec_correct_drafts_histogram) == (1, [1])
-    assert (other.spec_verify_ct, other.spec_correct_drafts_histogram) == (8, [3, 0, 4, 1])
-    assert control.is_plain_result() is False
+    reqs = [request(kv), request(kv, finished=True), request(kv, is_retracted=True), request(kv)]
+    result, batch = plain_result(), types.SimpleNamespace(reqs=reqs)
+    control.result_begins(result)
+    assert control.plain_tokens(Processor(), result, batch, claimed) == [[11], [12], [13], [14]]
+    assert [getattr(req, "kv", req).kv_committed_len for req in reqs] == [21 - claimed, 20 - claimed, 20, 21 - claimed]
+    assert [req.spec_verify_ct for req in reqs] == [5] * 4
+    assert (result.num_correct_drafts, result.num_correct_drafts_per_req_cpu, result.num_cap_tokens) == (0, [0] * 4, 0)
+    assert control.is_plain_result()
+
+
+def test_a_verifications_tokens_are_left_to_sglang(control):
+    started(control)
+    read(control, [request()], [3])
+    assert not control.is_plain_result()
+    assert control.plain_tokens(Processor(), types.SimpleNamespace(speculative_num_draft_tokens=4), None) is None
+
+
+def test_a_grammar_is_advanced_by_the_token_once_and_says_what_of_it_is_kept(control):
+    started(control)
+    one, other = request(grammar=[]), request(grammar=[[1]])
+    read(control, [one, other], None)
+    assert (one.grammar, other.grammar) == ([[11]], [[1], [12]])
+    assert (one.kv_committed_len, other.kv_committed_len) == (21, 20)
+    result, reqs = plain_result(), [request(True), request(True, grammar=[]), request(True), request(True)]
+    control.result_begins(result)
+    assert control.plain_tokens(LaterProcessor(), result, types.SimpleNamespace(reqs=reqs)) == [[11], [1012], [13], [14]]
 
 
 def test_a_requests_acceptance_length_is_that_of_its_verifications(control):

@@ -113,19 +113,43 @@ def test_a_threshold_alone_can_be_left_and_reached_again(threshold: int):
     assert decisions(made, [made.settings.low] * 20)[-1] is False
 
 
-def test_a_mode_is_kept_for_its_dwell_however_the_load_jumps():
-    made = policy(high=8, low=6, min_dwell_steps=10)
+def lengths(found: list[bool]) -> dict[bool, list[int]]:
+    """Return how long each mode was kept, by whether it was plain; without the first and the last time."""
+    kept: dict[bool, list[int]] = {True: [], False: []}
+    for plain, steps in [(plain, len(list(steps))) for plain, steps in itertools.groupby(found)][1:-1]:
+        kept[plain].append(steps)
+    return kept
+
+
+@pytest.mark.parametrize("above", [9, 16])
+def test_a_mode_is_kept_for_its_dwell_while_load_jumps_around_the_threshold(above: int):
     draw = random.Random(1)
-    found = decisions(made, [draw.choice((1, 64)) for _ in range(2000)])
-    runs, length = [], 1
-    for before, after in itertools.pairwise(found):
-        if before == after:
-            length += 1
-        else:
-            runs.append(length)
-            length = 1
-    assert len(runs) > 20
-    assert min(runs[1:]) >= 10  # the first one began before anything was decided
+    kept = lengths(decisions(policy(high=8, low=6, min_dwell_steps=10), [draw.choice((1, above)) for _ in range(2000)]))
+    assert min(len(runs) for runs in kept.values()) > 20
+    assert min(min(runs) for runs in kept.values()) >= 10
+
+
+def test_speculation_does_not_dwell_where_its_steps_are_longest():
+    """Load in waves: all requests end together, few run for a moment, and the next wave meets a speculation that just began."""
+    draw = random.Random(1)
+    sizes = [draw.choice((1, 17)) for _ in range(2000)]
+    found = decisions(policy(high=8, low=6, min_dwell_steps=10), sizes)
+    assert all(plain for plain, size in zip(found, sizes, strict=True) if size == 17)
+    kept = lengths(found)
+    assert min(kept[True]) >= 10, "what follows dwells again, so that switches stay few"
+    assert min(kept[False]) == 1
+
+
+def test_what_the_next_step_will_be_is_foreseen_and_changes_nothing():
+    made = policy(high=28, low=24)
+    assert [made.expects_plain(size) for size in (1, 28, 29)] == [False, False, True]
+    assert (made.step, made.plain) == (0, False)
+    made.decide(40, 0.0)
+    assert made.expects_plain(1), "a mode is kept until a step is decided otherwise"
+    made.update({"force": "speculative"})
+    assert not made.expects_plain(40)
+    made.update({"force": None, "flip_every": 3})
+    assert made.expects_plain(1) is made.plain
 
 
 def test_force_holds_at_once_whatever_the_load_is_and_ends_with_the_loads_own_mode():

@@ -49,7 +49,7 @@ def write_steps(module: ModuleType) -> None:
         proposed.clear()
         names, lengths = [request.rid for request in batch.reqs], batch.seq_lens.tolist()
         result = forward_batch_generation(self, batch, *more, **named)
-        given = result.accept_lens.tolist()
+        given = [1] * len(names) if result.accept_lens is None else result.accept_lens.tolist()
         chains: list[list[int] | None] = [*proposed] or [None] * len(names)
         rows = [list(row) for row in zip(names, lengths, given, chains, strict=True)]
         stream.write(json.dumps(rows) + "\n")

@@ -162,7 +162,7 @@ class Control:
         self._next_log = 0.0
         self._last_result: float | None = None
         self._last_kind: str | None = None
-        self._uncounted: list[tuple[Any, int, int]] | None = None
+        self.is_plain_result = False
 
     # Each step
 
@@ -225,21 +225,13 @@ class Control:
         """Take in a finished step: what it took, 0 where that isn't known, and the tokens that it gave."""
         self.policy.observe(kind, batch_size, seconds, tokens)
 
-    def result_begins(self, batch: Any, result: Any) -> None:
-        """A decode's result is about to be read. That of a plain one would be counted as a verification that accepted nothing."""
-        if getattr(result, "speculative_num_draft_tokens", None) == 1:
-            self._uncounted = [(req, req.spec_verify_ct, len(req.spec_correct_drafts_histogram)) for req in batch.reqs]
-        else:
-            self._uncounted = None
+    def result_begins(self, result: Any) -> None:
+        """A decode's result is about to be read."""
+        self.is_plain_result = getattr(result, "speculative_num_draft_tokens", None) == 1
 
     def result_read(self, batch: Any, result: Any) -> None:
-        """A decode's result was read: measure the step, and take back what doesn't count."""
-        kind = SPECULATIVE if self._uncounted is None else PLAIN
-        for req, verified, ends in self._uncounted or ():
-            if req.spec_verify_ct > verified:
-                req.spec_verify_ct = verified
-                req.spec_correct_drafts_histogram[0] -= 1
-                del req.spec_correct_drafts_histogram[ends:]
+        """A decode's result was read: measure the step."""
+        kind = PLAIN if self.is_plain_result else SPECULATIVE
         now = time.perf_counter()
         if self._last_result is not None and self._last_kind == kind:
             size = len(batch.reqs)
@@ -380,10 +372,40 @@ def _answer(updated: bool) -> Any:
     return SetInternalStateReqOutput(**fields)
 
 
-def result_begins(batch: Any, result: Any) -> None:
+def result_begins(result: Any) -> None:
     """A decode's result is about to be read on the host."""
     if _control is not None:
-        _control.result_begins(batch, result)
+        _control.result_begins(result)
+
+
+def plain_tokens(processor: Any, result: Any, batch: Any, claimed: int = 0) -> list[list[int]] | None:
+    """Return each request's token of a plain step, and count it as committed; None for a verification's result, which SGLang reads.
+
+    SGLang would count it as a verification that accepted nothing. ``claimed`` tokens of a step were counted when it was prepared.
+    """
+    if _control is None or not _control.is_plain_result:
+        return None
+    tokens = result.next_token_ids.tolist()
+    result.num_correct_drafts, result.num_correct_drafts_per_req_cpu = 0, [0] * len(tokens)
+    for name in ("num_block_accept_tokens", "num_cap_tokens"):
+        if hasattr(result, name):
+            setattr(result, name, 0)
+    advance = getattr(processor, "advance_grammar_fsm", None)  # from 0.5.17, where it may have happened before the next step was sampled
+    if advance is not None and any(req.grammar is not None for req in batch.reqs):
+        advance(result, batch)
+    found = []
+    for place, (req, token) in enumerate(zip(batch.reqs, tokens, strict=True)):
+        kept = [token]
+        if not req.is_retracted:
+            kv = getattr(req, "kv", req)  # from 0.5.19 beside the request
+            if req.finished():
+                kv.kv_committed_len -= claimed
+            else:
+                if req.grammar is not None:
+                    kept = processor._accept_grammar_tokens(req, kept) if advance is None else result.grammar_retained_tokens[place]
+                kv.kv_committed_len += len(kept) - claimed
+        found.append(kept)
+    return found
 
 
 def result_read(batch: Any, result: Any) -> None:
@@ -400,7 +422,7 @@ def interrupted() -> None:
 
 def is_plain_result() -> bool:
     """Say whether the result being read is a plain decode's, which says nothing about acceptance."""
-    return _control is not None and _control._uncounted is not None
+    return _control is not None and _control.is_plain_result
 
 
 def report_begins(reporter: Any) -> None:

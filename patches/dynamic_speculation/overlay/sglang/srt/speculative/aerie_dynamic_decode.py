@@ -41,6 +41,8 @@ CAPTURE = "AERIE_DYNAMIC_CAPTURE"
 DRAFT = "LlamaForCausalLMEagle3"
 POOLS = ("MHATokenToKVPool", "MLATokenToKVPool")
 UNKNOWN = -1
+MOST_WAITING = 2048
+"""Tokens of prompts, and so hidden states, that are kept at most for when the host has time to fill the draft with them."""
 BACKEND_NAMES = ("prefill_attention_backend_str", "decode_attention_backend_str")
 READ_DONE = ("shared_read_done_event", "war_fastpath_read_done_event")  # from 0.5.18, and up to 0.5.17
 
@@ -67,6 +69,21 @@ def prefill(batch: Any) -> None:
         live.prefill(batch)
 
 
+def fill(batch: Any, hidden: Any, next_ids: Any, embeddings: Any) -> Any:
+    """Return what a prefill gives the draft, filled without running it, or None where it has to run."""
+    return None if live is None else live.fill(batch, hidden, next_ids, embeddings)
+
+
+def decode_fits(batch: Any, selected: Any) -> bool:
+    """Say at once that there is memory for a decode step, where there is plenty. Else SGLang counts what each request needs."""
+    return live is not None and selected is None and live.decode_fits(batch)
+
+
+def is_prepared(batch: Any) -> bool:
+    """Decide whether the step to be prepared is plain, and say whether its requests own the slots that it needs."""
+    return live is not None and live.prepare(batch)
+
+
 def step(batch: Any, on_publish: Callable[[Any], None] | None, grammar_barrier: Callable[[], None] | None = None) -> Any:
     """Return the result of a plain step, or None where this one speculates."""
     return None if live is None else live.step(batch, on_publish, grammar_barrier)
@@ -81,9 +98,24 @@ def lengths_are_known(future_map: Any, batch: Any) -> bool:
     return live is not None and live.resolve_lengths(future_map, batch)
 
 
+def takes_tokens_alone(future_map: Any, batch: Any) -> bool:
+    """Give a plain step the tokens of the step before, and not what the draft goes on from."""
+    draft_input = batch.spec_info
+    if live is None or not live.is_next_plain or draft_input is None or not batch.forward_mode.is_decode():
+        return False
+    rows, module = draft_input.future_indices, sys.modules[type(future_map).__module__]
+    draft_input.bonus_tokens = future_map.output_tokens_buf[rows]
+    if module._DEBUG_ASSERT:
+        module._assert_nonneg_and_invalidate(draft_input.bonus_tokens, future_map.output_tokens_buf, rows)
+    return True
+
+
 def relays_tokens_alone(future_map: Any, rows: Any, payload: Any) -> bool:
     """Relay a plain step's tokens: what the draft goes on from stays as it was, and need not be written again."""
-    if live is None or getattr(payload, "topk_p", payload) is not None or not len(rows):
+    if live is None or not len(rows):
+        return False
+    if getattr(payload, "topk_p", payload) is not None:
+        live.is_relay_made = True  # with the first of these the relay makes its buffers
         return False
     future_map.output_tokens_buf[rows] = payload.bonus_tokens.to(future_map.output_tokens_buf.dtype)
     return True
@@ -234,6 +266,35 @@ class DraftCache:
         self.pool.set_kv_buffer(radix, self.new_location(slots, None), k.view(-1, heads, size), v.view(-1, heads, size), *scales)
 
 
+@dataclasses.dataclass(frozen=True)
+class Prompts:
+    """A prefill that the draft is to be filled with: one token after each position, and the target's hidden states there."""
+
+    ids: torch.Tensor
+    tails: torch.Tensor
+    hidden: torch.Tensor
+    slots: torch.Tensor
+    rows: torch.Tensor
+    rows_cpu: np.ndarray
+    starts: list[int]
+    lengths: list[int]
+
+    def places(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return all positions, and where each request's last one is in them."""
+        parts = [np.arange(start, start + length) for start, length in zip(self.starts, self.lengths, strict=True)]
+        packed = torch.from_numpy(np.concatenate([*parts, np.cumsum(self.lengths) - 1]).astype(np.int64))
+        if self.ids.device.type != "cpu":
+            packed = packed.pin_memory().to(self.ids.device, non_blocking=True)
+        count = len(self.ids)
+        return packed[:count], packed[count:]
+
+    def release(self) -> None:
+        """Have memory of the scheduler's stream used again no sooner than what was launched here has read it."""
+        if self.ids.device.type == "cuda":
+            for tensor in (self.ids, self.tails, self.slots, self.rows):
+                tensor.record_stream(torch.cuda.current_stream(tensor.device))
+
+
 # The worker's part
 
 
@@ -256,7 +317,14 @@ class DynamicDecode:
         # On the host: which rows were decoded plainly since they were drafted for, and how long they are, where that is known
         self.stale = np.zeros(rows, dtype=bool)
         self.lengths = np.full(rows, UNKNOWN, dtype=np.int64)
-        self.known = self.pulled = self.resumes = self.resumed_rows = 0
+        self.known = self.pulled = self.resumes = self.resumed_rows = self.fills = self.spared = 0
+        self.width = worker.speculative_num_draft_tokens
+        self.reserve = 4 * (self.width + worker.speculative_num_steps)  # slots; no less than what SGLang allocates ahead for a request
+        self.is_next_plain: bool | None = None  # of the step that was prepared and not made yet
+        self.was_plain = False
+        self.running = 0
+        self.is_relay_made = False
+        self.waiting: list[Prompts] = []
         self.keeps_hidden = _returns_hidden_states(worker)
         verify = self.target.decode_cuda_graph_runner
         self.verify_sizes = list(getattr(verify, "capture_bs", ()) or ())
@@ -352,12 +420,99 @@ class DynamicDecode:
         self.slots.index_fill_(0, batch.req_pool_indices, 0)
         self.stale[rows] = False
 
+    def fill(self, batch: Any, hidden: Any, next_ids: torch.Tensor, embeddings: Any) -> Any:
+        """Take prompts to fill the draft with, where the next step is a plain one: the draft need not run for them.
+
+        The token after each position is known, the sampled one too. They are filled in after the next step was launched (:meth:`flush`):
+        with a prefill and its next step to launch the host is late already. What the draft would go on from is not computed: like after a
+        plain step, the draft runs over the last position should it return.
+        """
+        is_ours = self.catch_up == "exact" and self.is_relay_made and batch.enable_overlap and batch.forward_mode.name == "EXTEND"
+        if (
+            not is_ours
+            or embeddings is not None
+            or hidden is None
+            or batch.req_pool_indices_cpu is None
+            or not self.control.policy.expects_plain(self.padded(self.running + len(batch.req_pool_indices_cpu)))
+        ):
+            self.flush()  # what the draft writes by itself comes later
+            return None
+        from sglang.srt.speculative.eagle_info import EagleDraftInput
+
+        rows, count = batch.req_pool_indices_cpu.numpy(), len(batch.input_ids)
+        self.waiting.append(
+            Prompts(
+                batch.input_ids,
+                _tail_tokens(batch, next_ids),
+                hidden[:count].clone(),  # of a graph's memory, which the next step's graph may use
+                batch.out_cache_loc,
+                batch.req_pool_indices,
+                rows,
+                list(batch.prefix_lens),
+                list(batch.extend_lens),
+            )
+        )
+        self.stale[rows] = True
+        self.fills += 1
+        if sum(len(one.ids) for one in self.waiting) > MOST_WAITING:
+            self.flush()
+        return EagleDraftInput(bonus_tokens=next_ids)
+
+    @torch.no_grad()
+    def flush(self, decoded: np.ndarray | None = None) -> None:
+        """Write the draft's K and V of the prompts that wait, in their order.
+
+        Rows owe their last position, which is what the draft goes on from, unless they were decoded since: those owe what that step kept.
+        """
+        waiting, self.waiting = self.waiting, []
+        for one in waiting:
+            positions, last = one.places()
+            ids = one.ids.roll(-1)
+            ids.index_copy_(0, last, one.tails.to(ids.dtype))
+            self.draft_cache.write(ids, one.hidden, positions, one.slots)
+            if decoded is None:
+                self.keep(one.hidden.index_select(0, last), one.rows, one.slots.index_select(0, last).to(torch.int64))
+            elif not (left := np.isin(one.rows_cpu, decoded)).all():
+                place = torch.from_numpy(np.flatnonzero(~left)).to(last.device)
+                last = last[place]
+                self.keep(one.hidden.index_select(0, last), one.rows[place], one.slots.index_select(0, last).to(torch.int64))
+            one.release()
+
+    def decode_fits(self, batch: Any) -> bool:
+        allocator = batch.token_to_kv_pool_allocator
+        return bool(len(batch.reqs) * (self.reserve + allocator.page_size) <= allocator.available_size())
+
+    def prepare(self, batch: Any) -> bool:
+        """Decide what the next step is, and say whether it is a plain one for which nothing has to be allocated.
+
+        SGLang tops up what each request owns before each step, to what two verifications may take. A plain step takes one slot, so that
+        most find theirs allocated. What the host counts as committed lacks the step that is being computed.
+        """
+        size = len(batch.reqs)
+        if not size:
+            return False
+        self.is_next_plain = self.control.decide(self.padded(size))
+        if not self.is_next_plain or batch.sampling_info.penalizer_orchestrator.is_required:
+            return False
+        needed = 1 + (1 if self.was_plain else self.width)
+        for req in batch.reqs:
+            kv = getattr(req, "kv", req)  # from 0.5.19 beside the request
+            if kv.kv_allocated_len < kv.kv_committed_len + needed:
+                return False
+        for req in batch.reqs:
+            req.decode_batch_idx += 1
+        self.spared += 1
+        return True
+
     def step(self, batch: Any, on_publish: Callable[[Any], None] | None, grammar_barrier: Callable[[], None] | None) -> Any:
         draft_input = batch.spec_info
         if batch.forward_mode.is_idle() or draft_input is None or draft_input.is_verify_input():
             return None
         rows = batch.req_pool_indices_cpu.numpy()
-        if not self.control.decide(self.padded(len(rows))):
+        decided, self.is_next_plain = self.is_next_plain, None
+        self.running = len(rows)
+        self.was_plain = self.control.decide(self.padded(len(rows))) if decided is None else decided
+        if not self.was_plain:
             self.lengths[rows] = UNKNOWN  # how much is accepted is known later
             return None
         if (found := profiler()) is not None:
@@ -408,6 +563,7 @@ class DynamicDecode:
         ids = target.sample(logits, forward_batch).to(torch.int32)
         if batch.return_logprob and logits.next_token_logprobs is not None:
             logits.next_token_logprobs = logits.next_token_logprobs.view(size, 1)
+        self.flush(rows)
 
         self.stale[rows] = True
         self.lengths[rows] = np.where(known == UNKNOWN, UNKNOWN, known + 1) if before_cpu is None else batch.seq_lens_cpu.numpy()
@@ -420,7 +576,7 @@ class DynamicDecode:
             next_token_ids=ids,
             can_run_cuda_graph=output.can_run_graph,
             speculative_num_draft_tokens=1,
-            accept_lens=self.ones[:size],
+            accept_lens=self.ones[:size] if batch.has_grammar else None,  # grammars are advanced by it; all else knows that it is 1
             accept_index=self.places[:size],
             new_seq_lens=after,
             next_draft_input=EagleDraftInput(bonus_tokens=ids, **carried),
@@ -457,22 +613,25 @@ class DynamicDecode:
     def resolve_lengths(self, future_map: Any, batch: Any) -> bool:
         """Set a batch's lengths from what the host knows: a plain step adds one token, so that no step has to be waited for."""
         rows = getattr(batch.spec_info, "future_indices", None)
-        if rows is None or not future_map.needs_cpu_seq_lens:
+        if rows is None or not (future_map.needs_cpu_seq_lens or self.is_next_plain):
             return False
         known = self.lengths[batch.req_pool_indices_cpu.numpy()]
         if not len(known) or (known == UNKNOWN).any():
             self.pulled += 1
             return False
         self.known += 1
-        if future_map.publish_ready is not None:
-            if hasattr(future_map, "_publish_fresh"):
-                future_map._publish_fresh = False
-            future_map.publish_ready.wait()  # the stream waits, the host goes on
-        batch.seq_lens = future_map.new_seq_lens_buf[rows]
-        batch.seq_lens_cpu = torch.from_numpy(known)
+        if hasattr(future_map, "_publish_fresh"):
+            future_map._publish_fresh = False
+        lengths = torch.from_numpy(known)
+        batch.seq_lens_cpu = lengths
         batch.seq_lens_sum = int(known.sum())
-        if sys.modules[type(future_map).__module__]._DEBUG_ASSERT and not torch.equal(batch.seq_lens.cpu(), batch.seq_lens_cpu):
-            raise AssertionError(f"lengths are {batch.seq_lens.tolist()}, and not {known.tolist()}")
+        # Neither the host nor the stream waits for the step before.
+        batch.seq_lens = lengths.clone() if rows.device.type == "cpu" else lengths.pin_memory().to(rows.device, non_blocking=True)
+        if sys.modules[type(future_map).__module__]._DEBUG_ASSERT:
+            if future_map.publish_ready is not None:
+                future_map.publish_ready.wait()
+            if not torch.equal(published := future_map.new_seq_lens_buf[rows].cpu(), lengths):
+                raise AssertionError(f"lengths are {published.tolist()}, and not {known.tolist()}")
         return True
 
     # Back to speculation
@@ -480,6 +639,7 @@ class DynamicDecode:
     def before_draft(self, batch: Any) -> None:
         if batch.forward_mode.is_idle() or batch.req_pool_indices_cpu is None:
             return
+        self.flush()
         rows = batch.req_pool_indices_cpu.numpy()
         stale = self.stale[rows]
         if not stale.any():
@@ -541,9 +701,11 @@ class DynamicDecode:
         return {
             "catch_up": self.catch_up,
             "graph_batch_sizes": None if self.runner is None else list(self.runner.capture_bs),
+            "fills": self.fills,
             "host_known_lengths": {"known": self.known, "pulled": self.pulled},
             "resumes": self.resumes,
             "resumed_rows": self.resumed_rows,
+            "spared_allocations": self.spared,
             "stale_rows": int(self.stale.sum()),
         }
 
@@ -554,6 +716,13 @@ def _relays_alone() -> bool:
     from sglang.srt.managers import overlap_utils
 
     return hasattr(overlap_utils, "RelayPayload")
+
+
+def _tail_tokens(batch: Any, next_ids: torch.Tensor) -> torch.Tensor:
+    """Return the token after each prompt, or after the part of it that was computed."""
+    from sglang.srt.speculative import eagle_worker_v2
+
+    return eagle_worker_v2._eagle_prefill_tail_tokens(batch, next_ids)
 
 
 def _returns_hidden_states(worker: Any) -> bool:

@@ -31,6 +31,9 @@ REASONS = (ABOVE, BELOW, FORCED, FLIPPED, PROBE, PROBED)
 BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 64, 80, 96, 128, 160, 192, 256, 384, 512)
 """Upper ends of the ranges of batch sizes that are counted and measured as one."""
 
+FAR = 2
+"""How many times ``high`` a batch must be to end the dwell of speculation, whose steps are longest there: 16 take most of a second."""
+
 PLAN_EVERY = 64
 """Steps between two plans: all ranks meet there."""
 
@@ -83,7 +86,7 @@ class Settings:
     low: int
     """Batches up to this size speculate again."""
     min_dwell_steps: int = 16
-    """Steps that a mode is kept at least, unless it is forced."""
+    """Steps that a mode is kept at least, unless it is forced, or speculation meets a batch far above ``high``."""
     force: str | None = None
     """The mode whatever the load is, for experiments."""
     flip_every: int = 0
@@ -190,7 +193,7 @@ class Estimate:
 
 
 class Policy:
-    """Hysteresis over batch sizes with a least dwell; forced or toggled where asked; moved by measurements where allowed."""
+    """Hysteresis over batch sizes with a least dwell near them; forced or toggled where asked; moved by measurements where allowed."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
@@ -237,7 +240,7 @@ class Policy:
             wanted, reason = settings.force == PLAIN, FORCED
         elif settings.flip_every:
             wanted, reason = ((self.step - 1) // settings.flip_every) % 2 == 1, FLIPPED
-        elif self._dwell:
+        elif self._dwell and (self._base or batch_size <= FAR * settings.high):
             self._dwell -= 1
             return
         elif batch_size > settings.high:
@@ -250,6 +253,13 @@ class Policy:
             self._base, self._reason = wanted, reason
             self._dwell = max(settings.min_dwell_steps - 1, 0)
             self._probe_left = 0
+
+    def expects_plain(self, batch_size: int) -> bool:
+        """Say whether a next step of that size is likely to decode plainly. Decides and counts nothing."""
+        settings = self.settings
+        if settings.force is not None:
+            return settings.force == PLAIN
+        return self.plain or (batch_size > settings.high and not settings.flip_every)
 
     # Run-time control, on all ranks at the same step
 
