@@ -351,3 +351,15 @@ def test_a_run_that_is_cut_goes_on_where_it_was_and_comes_to_what_is_true(tmp_pa
     if importlib.util.find_spec("matplotlib"):
         subprocess.run([sys.executable, str(HERE / "plot.py"), str(tmp_path / "out")], capture_output=True, timeout=120, check=True)
         assert (tmp_path / "out/plot.svg").stat().st_size > 10_000
+
+
+# Where a difference comes from
+
+
+def test_what_steps_take_is_told_by_the_prefills_between_them():
+    lines = [[0.1, 32, 1.0, None], [0.4, None, None, None], [0.6, 32, 5000.0, None], [0.7, 32, 6400.0, 2.0], [0.8, None, None, None]]
+    record = {"kind": "cell", "arm": "dynamic", "level": 32, "started": 100.0, "window": [100.5, 101.0]}
+    later = [[0.9, None, None, None], [0.95, 32, 4000.0, None], [1.2, 32, 1.0, None]]
+    found = named("prefills").by_prefills([{"kind": "plan"}, record | {"lines": lines + later}])
+    expected = {(32, 1, "dynamic"): [64.0], (32, 0, "dynamic"): [100.0], (32, 2, "dynamic"): [80.0]}
+    assert found == {key: pytest.approx(values) for key, values in expected.items()}

@@ -440,11 +440,12 @@ class DynamicDecode:
         from sglang.srt.speculative.eagle_info import EagleDraftInput
 
         rows, count = batch.req_pool_indices_cpu.numpy(), len(batch.input_ids)
+        may_wait = count + sum(len(one.ids) for one in self.waiting) <= MOST_WAITING
         self.waiting.append(
             Prompts(
                 batch.input_ids,
                 _tail_tokens(batch, next_ids),
-                hidden[:count].clone(),  # of a graph's memory, which the next step's graph may use
+                hidden[:count].clone() if may_wait else hidden[:count],  # it is a graph's memory, which the next step's graph may use
                 batch.out_cache_loc,
                 batch.req_pool_indices,
                 rows,
@@ -454,7 +455,7 @@ class DynamicDecode:
         )
         self.stale[rows] = True
         self.fills += 1
-        if sum(len(one.ids) for one in self.waiting) > MOST_WAITING:
+        if not may_wait:
             self.flush()
         return EagleDraftInput(bonus_tokens=next_ids)
 

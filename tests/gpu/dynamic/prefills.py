@@ -1,0 +1,67 @@
+#!/usr/bin/env python3
+"""Tells what steps take with and without prefills between them, from records that bench.py left: whence arms differ.
+
+    prefills.py OUT [--least N]
+
+The server says after every few steps how fast they were. What they took follows from that, more exactly than from when the line came.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+STEPS = 10
+"""Decode steps between two of the server's lines: decode_log_interval in servers.yml."""
+LEAST = 4
+
+Key = tuple[int, int, str]
+"""Clients, prefills in between, arm."""
+
+
+def stretches(record: Mapping[str, Any]) -> Iterator[tuple[int, float]]:
+    """Yield, for each stretch within a cell's window, the prefills in it and its milliseconds.
+
+    A line is [seconds since the cell began, running requests, tokens per second, acceptance length]; a prefill's has the first alone.
+    """
+    begins, ends = (at - record["started"] for at in record["window"])
+    prefills, is_first = 0, True
+    for at, running, tok_s, accepted in record["lines"]:
+        if running is None:
+            prefills += 1
+            continue
+        if not is_first and begins <= at <= ends and tok_s:
+            yield prefills, 1e3 * STEPS * record["level"] * (accepted or 1.0) / tok_s
+        prefills, is_first = 0, False
+
+
+def by_prefills(records: Iterable[Mapping[str, Any]]) -> dict[Key, list[float]]:
+    found: dict[Key, list[float]] = defaultdict(list)
+    for record in records:
+        if record["kind"] == "cell" and "lines" in record:
+            for prefills, milliseconds in stretches(record):
+                found[record["level"], prefills, record["arm"]].append(milliseconds)
+    return dict(found)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path, help="directory with records.jsonl")
+    parser.add_argument("--least", type=int, default=LEAST, help="stretches without which nothing is said")
+    asked = parser.parse_args()
+    lines = (asked.out / "records.jsonl").read_text(encoding="utf-8").splitlines()
+    print(f"| clients | prefills | arm | median ms of {STEPS} steps | tenth to ninth tenth | stretches |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    for (level, prefills, arm), values in sorted(by_prefills(map(json.loads, lines)).items()):
+        if len(values) >= max(asked.least, 2):
+            tenths = statistics.quantiles(values, n=10, method="inclusive")
+            print(f"| {level} | {prefills} | {arm} | {statistics.median(values):.2f} | {tenths[0]:.2f}–{tenths[-1]:.2f} | {len(values)} |")
+
+
+if __name__ == "__main__":
+    main()
