@@ -324,7 +324,7 @@ class DynamicDecode:
         self.was_plain = False
         self.running = 0
         self.is_relay_made = False
-        self.waiting: list[Prompts] = []
+        self.waiting: Prompts | None = None
         self.keeps_hidden = _returns_hidden_states(worker)
         verify = self.target.decode_cuda_graph_runner
         self.verify_sizes = list(getattr(verify, "capture_bs", ()) or ())
@@ -409,6 +409,7 @@ class DynamicDecode:
 
     def prefill(self, batch: Any) -> None:
         """Rows are given to requests anew, or go on being filled: the draft is filled with them, and their lengths are known."""
+        self.flush()  # before rows and slots of a request that was dropped since belong to another one
         if batch.req_pool_indices_cpu is None:
             return
         rows = batch.req_pool_indices_cpu.numpy()
@@ -435,23 +436,20 @@ class DynamicDecode:
             or batch.req_pool_indices_cpu is None
             or not self.control.policy.expects_plain(self.padded(self.running + len(batch.req_pool_indices_cpu)))
         ):
-            self.flush()  # what the draft writes by itself comes later
             return None
         from sglang.srt.speculative.eagle_info import EagleDraftInput
 
         rows, count = batch.req_pool_indices_cpu.numpy(), len(batch.input_ids)
-        may_wait = count + sum(len(one.ids) for one in self.waiting) <= MOST_WAITING
-        self.waiting.append(
-            Prompts(
-                batch.input_ids,
-                _tail_tokens(batch, next_ids),
-                hidden[:count].clone() if may_wait else hidden[:count],  # it is a graph's memory, which the next step's graph may use
-                batch.out_cache_loc,
-                batch.req_pool_indices,
-                rows,
-                list(batch.prefix_lens),
-                list(batch.extend_lens),
-            )
+        may_wait = count <= MOST_WAITING
+        self.waiting = Prompts(
+            batch.input_ids,
+            _tail_tokens(batch, next_ids),
+            hidden[:count].clone() if may_wait else hidden[:count],  # it is a graph's memory, which the next step's graph may use
+            batch.out_cache_loc,
+            batch.req_pool_indices,
+            rows,
+            list(batch.prefix_lens),
+            list(batch.extend_lens),
         )
         self.stale[rows] = True
         self.fills += 1
@@ -461,23 +459,24 @@ class DynamicDecode:
 
     @torch.no_grad()
     def flush(self, decoded: np.ndarray | None = None) -> None:
-        """Write the draft's K and V of the prompts that wait, in their order.
+        """Write the draft's K and V of the prompts that wait, if any do.
 
         Rows owe their last position, which is what the draft goes on from, unless they were decoded since: those owe what that step kept.
         """
-        waiting, self.waiting = self.waiting, []
-        for one in waiting:
-            positions, last = one.places()
-            ids = one.ids.roll(-1)
-            ids.index_copy_(0, last, one.tails.to(ids.dtype))
-            self.draft_cache.write(ids, one.hidden, positions, one.slots)
-            if decoded is None:
-                self.keep(one.hidden.index_select(0, last), one.rows, one.slots.index_select(0, last).to(torch.int64))
-            elif not (left := np.isin(one.rows_cpu, decoded)).all():
-                place = torch.from_numpy(np.flatnonzero(~left)).to(last.device)
-                last = last[place]
-                self.keep(one.hidden.index_select(0, last), one.rows[place], one.slots.index_select(0, last).to(torch.int64))
-            one.release()
+        prompts, self.waiting = self.waiting, None
+        if prompts is None:
+            return
+        positions, last = prompts.places()
+        ids = prompts.ids.roll(-1)
+        ids.index_copy_(0, last, prompts.tails.to(ids.dtype))
+        self.draft_cache.write(ids, prompts.hidden, positions, prompts.slots)
+        rows = prompts.rows
+        others = None if decoded is None else np.flatnonzero(~np.isin(prompts.rows_cpu, decoded)).tolist()
+        if others:
+            last, rows = last[others], rows[others]
+        if others is None or others:
+            self.keep(prompts.hidden.index_select(0, last), rows, prompts.slots.index_select(0, last).to(torch.int64))
+        prompts.release()
 
     def decode_fits(self, batch: Any) -> bool:
         allocator = batch.token_to_kv_pool_allocator
