@@ -12,9 +12,11 @@ import dataclasses
 import inspect
 import itertools
 import json
+import os
 import random
 import re
 import shutil
+import subprocess
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -99,6 +101,15 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
     yield made
     if processes_of(root):
         made.run("playbooks/stop.yml", "-e", "aerie_lease_break=true")
+
+
+def test_what_waits_for_the_draft_is_written_as_if_each_position_had_been_at_once(host: Host) -> None:
+    script = Path(__file__).with_name("dynamic_backlog.py")
+    environment = {**os.environ, "SGLANG_USE_CPU_ENGINE": "1"}
+    done = subprocess.run([host.root / "current/bin/python", script], capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr[-2000:]
+    said = re.fullmatch(r"compared (\d+) positions of plain steps, in (\d+) flushes\s*", done.stdout)
+    assert said and int(said[1]) > 10_000 and int(said[2]) > 500, done.stdout
 
 
 # What is asked

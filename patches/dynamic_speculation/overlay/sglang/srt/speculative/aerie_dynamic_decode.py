@@ -4,14 +4,9 @@ Hooks in the worker and in the overlap scheduler's relay call the module's funct
 :class:`DynamicDecode`, as it does when the server argument is given.
 
 A plain step is the target's DECODE: decode attention, CUDA graphs of its own, one token for each row. A draft of one layer needs no more
-than its K and V to go on later, and those of position p are a function of token p+1 and of the target's hidden states at p alone. The
-token comes after the step that has the hidden states, so each plain step keeps its own (``aux``, by row of the request pool, and
-``slots``, where their K and V belong) and writes those of the step before, whose token is now its input: inside the captured graph. One
-position is then still owed, and is written when the draft runs again: :meth:`DynamicDecode.resume` gives it that position, which also
-is what it drafts from.
-
-A request's owed position is its last. The prefix cache never takes that one: with EAGLE its keys are pairs of tokens, so that a position
-is only cached together with the token after it, and by then its K and V are written.
+than its K and V to go on later, and those of a position are a function of the token after it and of the target's hidden states there. So
+a plain step leaves both in a backlog (``aerie_dynamic_draft``), and from time to time the K and V of all that waits are written at once.
+When the draft runs again, :meth:`DynamicDecode.resume` gives it each row's last position, which is what it drafts from.
 """
 
 from __future__ import annotations
@@ -31,6 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 from sglang.srt.speculative import aerie_dynamic_control
+from sglang.srt.speculative.aerie_dynamic_draft import FLUSH_AT, Backlog, Prompts, Step, Writer
 
 logger = logging.getLogger(__name__)
 
@@ -41,8 +37,6 @@ CAPTURE = "AERIE_DYNAMIC_CAPTURE"
 DRAFT = "LlamaForCausalLMEagle3"
 POOLS = ("MHATokenToKVPool", "MLATokenToKVPool")
 UNKNOWN = -1
-MOST_WAITING = 2048
-"""Tokens of prompts, and so hidden states, that are kept at most for when the host has time to fill the draft with them."""
 BACKEND_NAMES = ("prefill_attention_backend_str", "decode_attention_backend_str")
 READ_DONE = ("shared_read_done_event", "war_fastpath_read_done_event")  # from 0.5.18, and up to 0.5.17
 
@@ -207,94 +201,6 @@ def profiler() -> Any:
     return sys.modules.get("sglang.srt.speculative.aerie_phase_profiler")
 
 
-# The draft's K and V
-
-
-class DraftCache:
-    """Writes K and V of a one-layer EAGLE-3 draft: its embedding, fc, norms and projections; no attention, no MLP, no head."""
-
-    def __init__(self, runner: Any) -> None:
-        from sglang.srt.mem_cache.memory_pool import KVWriteLoc
-
-        self.model = runner.model.model
-        self.pool = runner.token_to_kv_pool
-        self.layer = self.model.layers[0]
-        self.attention = self.layer.self_attn
-        self.new_location = KVWriteLoc
-        self.width = self.model.fc.in_features
-        self.dtype = self.model.fc.weight.dtype
-        projection = self.attention.qkv_proj
-        rows = self.attention.q_size + 2 * self.attention.kv_size
-        self.is_sliceable = (
-            type(projection.quant_method).__name__ == "UnquantizedLinearMethod"
-            and projection.weight.shape[0] == rows
-            and not getattr(projection, "use_intel_amx_backend", False)
-        )
-
-    def features(self, aux: torch.Tensor) -> torch.Tensor:
-        """Return what the draft makes of the target's hidden states, as its own forward does."""
-        model = self.model
-        if aux.shape[-1] == model.config.hidden_size:
-            return aux
-        if getattr(model, "input_norm", None) is not None:
-            aux = model.input_norm(aux)
-        if model.fc_norm is not None:
-            parts = aux.chunk(model.num_aux_hidden_states, -1)
-            aux = torch.cat([norm(part) for norm, part in zip(model.fc_norm, parts, strict=True)], -1)
-        return model.fc(aux)
-
-    def project(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return k and v; where the fused weights can be cut, q is not computed."""
-        attention = self.attention
-        q_size, kv_size = attention.q_size, attention.kv_size
-        if self.is_sliceable:
-            projection = attention.qkv_proj
-            bias = None if projection.bias is None else projection.bias[q_size:]
-            return torch.nn.functional.linear(x, projection.weight[q_size:], bias).split([kv_size, kv_size], -1)
-        return attention.qkv_proj(x)[0].split([q_size, kv_size, kv_size], -1)[1:]
-
-    def write(self, ids: torch.Tensor, aux: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
-        """Write K and V of ``positions`` to ``slots``: ``aux`` is of those positions, ``ids`` are the tokens after them."""
-        layer, attention = self.layer, self.attention
-        hidden = layer.hidden_norm(self.features(aux))
-        k, v = self.project(torch.cat([layer.input_layernorm(self.model.embed_tokens(ids)), hidden], -1))
-        unused = k.new_empty((len(ids), attention.kv_size))  # the rotation wants a q
-        _, k = attention.rotary_emb(positions, unused, k)
-        heads, size = attention.num_kv_heads, attention.head_dim
-        radix = attention.attn
-        scales = () if radix.k_scale is None else (radix.k_scale, radix.v_scale)
-        self.pool.set_kv_buffer(radix, self.new_location(slots, None), k.view(-1, heads, size), v.view(-1, heads, size), *scales)
-
-
-@dataclasses.dataclass(frozen=True)
-class Prompts:
-    """A prefill that the draft is to be filled with: one token after each position, and the target's hidden states there."""
-
-    ids: torch.Tensor
-    tails: torch.Tensor
-    hidden: torch.Tensor
-    slots: torch.Tensor
-    rows: torch.Tensor
-    rows_cpu: np.ndarray
-    starts: list[int]
-    lengths: list[int]
-
-    def places(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return all positions, and where each request's last one is in them."""
-        parts = [np.arange(start, start + length) for start, length in zip(self.starts, self.lengths, strict=True)]
-        packed = torch.from_numpy(np.concatenate([*parts, np.cumsum(self.lengths) - 1]).astype(np.int64))
-        if self.ids.device.type != "cpu":
-            packed = packed.pin_memory().to(self.ids.device, non_blocking=True)
-        count = len(self.ids)
-        return packed[:count], packed[count:]
-
-    def release(self) -> None:
-        """Have memory of the scheduler's stream used again no sooner than what was launched here has read it."""
-        if self.ids.device.type == "cuda":
-            for tensor in (self.ids, self.tails, self.slots, self.rows):
-                tensor.record_stream(torch.cuda.current_stream(tensor.device))
-
-
 # The worker's part
 
 
@@ -307,11 +213,14 @@ class DynamicDecode:
         self.target = worker.target_worker.model_runner
         self.table = self.target.req_to_token_pool.req_to_token
         self.catch_up = catch_up()
-        self.draft_cache = DraftCache(worker.draft_worker.draft_runner)
         rows, device = self.table.shape[0], self.table.device
-        # On the device: each row's last hidden states, and the slot that their K and V are owed to, 0 where none are
-        self.aux = torch.zeros((rows, self.draft_cache.width), dtype=self.draft_cache.dtype, device=device)
-        self.slots = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.backlog = Backlog(
+            Writer(worker.draft_worker.draft_runner),
+            rows,
+            device,
+            writes=self.catch_up == "exact",
+            keeps=self.catch_up != "none",
+        )
         self.ones = torch.ones(rows, dtype=torch.int32, device=device)
         self.places = torch.arange(rows, dtype=torch.int32, device=device).unsqueeze(1)
         # On the host: which rows were decoded plainly since they were drafted for, and how long they are, where that is known
@@ -324,8 +233,6 @@ class DynamicDecode:
         self.was_plain = False
         self.running = 0
         self.is_relay_made = False
-        self.waiting: Prompts | None = None
-        self.keeps_hidden = _returns_hidden_states(worker)
         verify = self.target.decode_cuda_graph_runner
         self.verify_sizes = list(getattr(verify, "capture_bs", ()) or ())
         self.attention: Any = None
@@ -361,11 +268,10 @@ class DynamicDecode:
             # The runner takes its mode and its width from the algorithm.
             target.spec_algorithm, target.attn_backend = SpeculativeAlgorithm.NONE, attention
             module.get_batch_sizes_to_capture = sizes_above
-            runner = _plain_runner_class()(self, target, attention)
+            runner = _plain_runner_class()(target, attention)
         finally:
             module.get_batch_sizes_to_capture = sizes
             target.init_new_workspace, target.spec_algorithm, target.attn_backend = workspace, algorithm, used
-        self.slots.zero_()  # warming up wrote to the padding row
         if self.control.rank == 0:
             left = get_available_gpu_memory(target.device, target.gpu_id)
             logger.info(
@@ -377,106 +283,48 @@ class DynamicDecode:
             )
         return attention, runner
 
-    def around(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the target's forward with what the draft needs around it, to be captured as one graph."""
-
-        @functools.wraps(forward)
-        def decode(input_ids: torch.Tensor, positions: torch.Tensor, forward_batch: Any, **kwargs: Any) -> Any:
-            rows = forward_batch.req_pool_indices
-            self.write_owed(input_ids, positions, rows)
-            output = forward(input_ids, positions, forward_batch, **kwargs)
-            self.keep(output.hidden_states, rows, forward_batch.out_cache_loc)
-            if not self.keeps_hidden:
-                output.hidden_states = None
-            return output
-
-        return decode
-
-    @torch.no_grad()
-    def write_owed(self, ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor) -> None:
-        """Write the draft's K and V of the positions before these, ``ids`` being the tokens after them; none owed: to the padding slot."""
-        if self.catch_up == "exact":
-            self.draft_cache.write(ids, self.aux.index_select(0, rows), (positions - 1).clamp_(min=0), self.slots.index_select(0, rows))
-
-    @torch.no_grad()
-    def keep(self, hidden: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor) -> None:
-        """Keep the hidden states of this step's positions, whose K and V are owed from here on."""
-        if self.catch_up != "none":
-            self.aux.index_copy_(0, rows, hidden)
-            self.slots.index_copy_(0, rows, slots)
-
     # Steps
 
     def prefill(self, batch: Any) -> None:
-        """Rows are given to requests anew, or go on being filled: the draft is filled with them, and their lengths are known."""
-        self.flush()  # before rows and slots of a request that was dropped since belong to another one
-        if batch.req_pool_indices_cpu is None:
-            return
-        rows = batch.req_pool_indices_cpu.numpy()
-        if self.stale[rows].any():
-            self.owe_nothing(batch, rows)
-        self.lengths[rows] = UNKNOWN if batch.seq_lens_cpu is None else batch.seq_lens_cpu.numpy()
+        """Rows are given to requests anew, or go on being filled: their lengths are known."""
+        if batch.req_pool_indices_cpu is not None:
+            rows = batch.req_pool_indices_cpu.numpy()
+            self.lengths[rows] = UNKNOWN if batch.seq_lens_cpu is None else batch.seq_lens_cpu.numpy()
 
     def owe_nothing(self, batch: Any, rows: np.ndarray) -> None:
-        self.slots.index_fill_(0, batch.req_pool_indices, 0)
+        self.backlog.slots.index_fill_(0, batch.req_pool_indices, 0)
         self.stale[rows] = False
 
     def fill(self, batch: Any, hidden: Any, next_ids: torch.Tensor, embeddings: Any) -> Any:
-        """Take prompts to fill the draft with, where the next step is a plain one: the draft need not run for them.
+        """Take prompts into the backlog, where the next step is a plain one: the draft need not run for them.
 
-        The token after each position is known, the sampled one too. They are filled in after the next step was launched (:meth:`flush`):
-        with a prefill and its next step to launch the host is late already. What the draft would go on from is not computed: like after a
-        plain step, the draft runs over the last position should it return.
+        The token after each position is known, the sampled one too. What the draft would go on from is not computed: like after a plain
+        step, the draft runs over the last position should it return.
         """
-        is_ours = self.catch_up == "exact" and self.is_relay_made and batch.enable_overlap and batch.forward_mode.name == "EXTEND"
-        if (
-            not is_ours
-            or embeddings is not None
-            or hidden is None
-            or batch.req_pool_indices_cpu is None
-            or not self.control.policy.expects_plain(self.padded(self.running + len(batch.req_pool_indices_cpu)))
-        ):
+        if not self.is_fill(batch, hidden, embeddings):
+            self.backlog.flush()
+            if batch.req_pool_indices_cpu is not None and self.stale[rows := batch.req_pool_indices_cpu.numpy()].any():
+                self.owe_nothing(batch, rows)  # of the requests that had these rows before
             return None
         from sglang.srt.speculative.eagle_info import EagleDraftInput
 
-        rows, count = batch.req_pool_indices_cpu.numpy(), len(batch.input_ids)
-        may_wait = count <= MOST_WAITING
-        self.waiting = Prompts(
-            batch.input_ids,
-            _tail_tokens(batch, next_ids),
-            hidden[:count].clone() if may_wait else hidden[:count],  # it is a graph's memory, which the next step's graph may use
-            batch.out_cache_loc,
-            batch.req_pool_indices,
-            rows,
-            list(batch.prefix_lens),
-            list(batch.extend_lens),
-        )
+        rows = batch.req_pool_indices_cpu.numpy()
+        tails = _tail_tokens(batch, next_ids)
+        prompts = Prompts(batch.input_ids, tails, batch.out_cache_loc, rows, list(batch.prefix_lens), list(batch.extend_lens))
+        self.backlog.add(prompts, hidden)
         self.stale[rows] = True
         self.fills += 1
-        if not may_wait:
-            self.flush()
         return EagleDraftInput(bonus_tokens=next_ids)
 
-    @torch.no_grad()
-    def flush(self, decoded: np.ndarray | None = None) -> None:
-        """Write the draft's K and V of the prompts that wait, if any do.
-
-        Rows owe their last position, which is what the draft goes on from, unless they were decoded since: those owe what that step kept.
-        """
-        prompts, self.waiting = self.waiting, None
-        if prompts is None:
-            return
-        positions, last = prompts.places()
-        ids = prompts.ids.roll(-1)
-        ids.index_copy_(0, last, prompts.tails.to(ids.dtype))
-        self.draft_cache.write(ids, prompts.hidden, positions, prompts.slots)
-        rows = prompts.rows
-        others = None if decoded is None else np.flatnonzero(~np.isin(prompts.rows_cpu, decoded)).tolist()
-        if others:
-            last, rows = last[others], rows[others]
-        if others is None or others:
-            self.keep(prompts.hidden.index_select(0, last), rows, prompts.slots.index_select(0, last).to(torch.int64))
-        prompts.release()
+    def is_fill(self, batch: Any, hidden: Any, embeddings: Any) -> bool:
+        is_ours = self.catch_up == "exact" and self.is_relay_made and batch.enable_overlap and batch.forward_mode.name == "EXTEND"
+        return (
+            is_ours
+            and embeddings is None
+            and hidden is not None
+            and batch.req_pool_indices_cpu is not None
+            and self.control.policy.expects_plain(self.padded(self.running + len(batch.req_pool_indices_cpu)))
+        )
 
     def decode_fits(self, batch: Any) -> bool:
         allocator = batch.token_to_kv_pool_allocator
@@ -549,8 +397,7 @@ class DynamicDecode:
         forward_batch = new_forward_batch(batch, target)
         output, is_graph = self.forward(forward_batch)
         logits = output.logits_output
-        if not is_graph:
-            self.keep(logits.hidden_states, row_indices, forward_batch.out_cache_loc)
+        hidden = logits.hidden_states
         if not batch.return_hidden_states:
             logits.hidden_states = None
         elif is_graph:
@@ -560,16 +407,21 @@ class DynamicDecode:
             on_publish(after)  # lengths don't wait for the tokens
         if grammar_barrier is not None and batch.has_grammar:
             grammar_barrier()  # the mask is made of the grammars as the step before left them
-        ids = target.sample(logits, forward_batch).to(torch.int32)
+        ids = target.sample(logits, forward_batch)
+        is_relayed = batch.enable_overlap and _relays_alone()
+        if not is_relayed:
+            ids = ids.to(torch.int32)  # beside what verifications gave
         if batch.return_logprob and logits.next_token_logprobs is not None:
             logits.next_token_logprobs = logits.next_token_logprobs.view(size, 1)
-        self.flush(rows)
+        self.backlog.add(Step(ids, after, batch.out_cache_loc, rows), hidden)
+        if self.backlog.used >= FLUSH_AT:
+            self.backlog.flush()  # the host has time, the step is launched
 
         self.stale[rows] = True
         self.lengths[rows] = np.where(known == UNKNOWN, UNKNOWN, known + 1) if before_cpu is None else batch.seq_lens_cpu.numpy()
         self.hand_over_read_done()
         carried = {}
-        if not (batch.enable_overlap and _relays_alone()):
+        if not is_relayed:
             carried = {name: getattr(draft_input, name) for name in ("topk_p", "topk_index", "hidden_states")}
         return new_result(
             logits_output=logits,
@@ -594,8 +446,6 @@ class DynamicDecode:
         # Without a graph of its own the batch must not come near those of the verification, which would take it for theirs.
         target.attn_backend, target.decode_cuda_graph_runner = (self.attention, runner) if is_graph else (used[0], None)
         try:
-            if not is_graph:
-                self.write_owed(forward_batch.input_ids, forward_batch.positions, forward_batch.req_pool_indices)
             return target.forward(forward_batch), is_graph
         finally:
             target.attn_backend, target.decode_cuda_graph_runner = used
@@ -639,7 +489,7 @@ class DynamicDecode:
     def before_draft(self, batch: Any) -> None:
         if batch.forward_mode.is_idle() or batch.req_pool_indices_cpu is None:
             return
-        self.flush()
+        self.backlog.flush()
         rows = batch.req_pool_indices_cpu.numpy()
         stale = self.stale[rows]
         if not stale.any():
@@ -666,13 +516,14 @@ class DynamicDecode:
         draft_input, rows, lengths = batch.spec_info, batch.req_pool_indices, batch.seq_lens
         size, width, device = len(lengths), worker.speculative_num_draft_tokens, lengths.device
         saved = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
-        owed = self.slots.index_select(0, rows)
+        owed = self.backlog.slots.index_select(0, rows)
         slots = torch.zeros((size, width), dtype=torch.int64, device=device)
         slots[:, 0] = owed
         ids = torch.zeros((size, width), dtype=torch.int32, device=device)
         ids[:, 0] = draft_input.bonus_tokens
-        hidden = torch.zeros((size, width, self.aux.shape[1]), dtype=self.aux.dtype, device=device)
-        hidden[:, 0] = self.aux.index_select(0, rows)
+        aux = self.backlog.aux
+        hidden = torch.zeros((size, width, aux.shape[1]), dtype=aux.dtype, device=device)
+        hidden[:, 0] = aux.index_select(0, rows)
         batch.seq_lens = lengths - 1
         if batch.seq_lens_cpu is not None:
             batch.seq_lens_cpu = batch.seq_lens_cpu - 1
@@ -702,6 +553,7 @@ class DynamicDecode:
             "catch_up": self.catch_up,
             "graph_batch_sizes": None if self.runner is None else list(self.runner.capture_bs),
             "fills": self.fills,
+            "flushes": self.backlog.flushes,
             "host_known_lengths": {"known": self.known, "pulled": self.pulled},
             "resumes": self.resumes,
             "resumed_rows": self.resumed_rows,
@@ -725,30 +577,20 @@ def _tail_tokens(batch: Any, next_ids: torch.Tensor) -> torch.Tensor:
     return eagle_worker_v2._eagle_prefill_tail_tokens(batch, next_ids)
 
 
-def _returns_hidden_states(worker: Any) -> bool:
-    args = aerie_dynamic_control.resolved(worker.server_args)
-    names = ("enable_return_hidden_states", "return_hidden_states_mode")
-    return any(str(getattr(args, name, None) or "none").lower() not in ("none", "null", "false") for name in names)
-
-
 @functools.cache
 def _plain_runner_class() -> type:
     from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
     from sglang.srt.model_executor.runner import DecodeCudaGraphRunner
 
     class PlainDecodeCudaGraphRunner(DecodeCudaGraphRunner):
-        """Captures the target's decode, with all hidden states and what the draft needs around it."""
+        """Captures the target's decode, with all hidden states."""
 
-        def __init__(self, dynamic: DynamicDecode, runner: Any, attention: Any) -> None:
-            self.dynamic = dynamic
+        def __init__(self, runner: Any, attention: Any) -> None:
             super().__init__(runner, attn_backend=attention)
 
         def capture(self) -> None:
             self.capture_hidden_mode = CaptureHiddenMode.FULL
             super().capture()
-
-        def capture_one_shape(self, size: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            return super().capture_one_shape(size, self.dynamic.around(forward), *args, **kwargs)
 
         def recapture_if_needed(self, forward_batch: Any) -> None:
             """Up to 0.5.16 a batch that wants less hidden states would have all graphs captured again."""
