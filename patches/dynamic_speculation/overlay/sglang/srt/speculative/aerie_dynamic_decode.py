@@ -221,6 +221,9 @@ class DynamicDecode:
             writes=self.catch_up == "exact",
             keeps=self.catch_up != "none",
         )
+        # A hierarchical cache copies K and V elsewhere when a request ends: nothing may wait then.
+        is_copied = getattr(aerie_dynamic_control.resolved(worker.server_args), "enable_hierarchical_cache", False)
+        self.flush_at = 1 if is_copied else FLUSH_AT
         self.ones = torch.ones(rows, dtype=torch.int32, device=device)
         self.places = torch.arange(rows, dtype=torch.int32, device=device).unsqueeze(1)
         # On the host: which rows were decoded plainly since they were drafted for, and how long they are, where that is known
@@ -414,7 +417,7 @@ class DynamicDecode:
         if batch.return_logprob and logits.next_token_logprobs is not None:
             logits.next_token_logprobs = logits.next_token_logprobs.view(size, 1)
         self.backlog.add(Step(ids, after, batch.out_cache_loc, rows), hidden)
-        if self.backlog.used >= FLUSH_AT:
+        if self.backlog.used >= self.flush_at:
             self.backlog.flush()  # the host has time, the step is launched
 
         self.stale[rows] = True
