@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+import os
 import random
 import statistics
 import subprocess
@@ -210,6 +211,7 @@ class Decoding(ThreadingHTTPServer):
         self.forced: list[Any] = []
         self.log = (home / "server.log").open("a", buffering=1)
         facts = {"state": "ready", "host": "127.0.0.1", "port": self.server_address[1], "started": 1.0, "environment": {}, "arm": {}}
+        facts["pid"] = os.getpid()
         (home / "instance.json").write_text(json.dumps(facts))
         threading.Thread(target=self.serve_forever, daemon=True).start()
         threading.Thread(target=self.say, daemon=True).start()
@@ -363,3 +365,36 @@ def test_what_steps_take_is_told_by_the_prefills_between_them():
     found = named("prefills").by_prefills([{"kind": "plan"}, record | {"lines": lines + later}])
     expected = {(32, 1, "dynamic"): [64.0], (32, 0, "dynamic"): [100.0], (32, 2, "dynamic"): [80.0]}
     assert found == {key: pytest.approx(values) for key, values in expected.items()}
+
+
+def test_what_a_servers_processes_ran_and_waited_is_told_by_the_kernels_counters(tmp_path):
+    work = named("host_work")
+
+    def process(number: int, parent: int, name: str, ran: int, waited: int) -> None:
+        home = tmp_path / str(number)
+        home.mkdir(exist_ok=True)
+        (home / "stat").write_text(f"{number} ({name}) S {parent} {number} 0 0")
+        (home / "schedstat").write_text(f"{ran} {waited} 17\n")
+
+    def cores(user: int, steal: int) -> None:
+        (tmp_path / "stat").write_text(f"cpu  {user} 0 20 3000 0 0 1 {steal} 0 0\ncpu0 1 2 3\n")
+
+    cores(100, 0)
+    process(7, 1, "python3", 10**9, 0)
+    process(8, 7, "sglang::sched) (", 5 * 10**9, 10**8)
+    process(9, 8, "idle", 1, 1)
+    process(30, 1, "another", 1, 1)
+    before = work.snapshot(7, tmp_path)
+    cores(400, 50)
+    process(8, 7, "sglang::sched) (", 7 * 10**9, 4 * 10**8)
+    process(30, 1, "another", 10**9, 10**9)
+    found = work.between(before, work.snapshot(7, tmp_path))
+    assert found["processes"] == {"sglang::sched) ( 8": [2.0, 0.3]}
+    assert found["cores"]["user"] == pytest.approx(300 / work.TICKS) and found["cores"]["steal"] == pytest.approx(50 / work.TICKS)
+
+
+def test_each_cell_is_told_with_what_its_scheduler_ran_and_waited():
+    host = {"cores": {"steal": 1.5}, "processes": {"python3 7": [0.1, 0.0], "sglang::sched 8": [2.4, 0.3], "sglang::sched 9": [0.5, 0.0]}}
+    cell = {"kind": "cell", "pass": 2, "level": 32, "arm": "dynamic", "server_tok_s": 5000.0, "window": [10.0, 13.0], "host": host}
+    (found,) = named("prefills").by_cell([{"kind": "plan"}, {"kind": "cell"}, cell])
+    assert found == (2, 32, "dynamic", 5000.0, pytest.approx(0.8), pytest.approx(0.1), pytest.approx(0.5))

@@ -27,6 +27,7 @@ from typing import Any
 
 import analysis
 import cores  # noqa: F401
+import host_work
 import load
 from ansible.module_utils.aerie.measuring import bench_runner, dynamic_control
 from ansible.module_utils.aerie.measuring.bench_runner import CellError
@@ -287,10 +288,12 @@ class Bench:
         return {"steps": steps, "switches": after["switches"] - before["switches"], "policy": dict(after)}
 
     def _cell(self, item: Item) -> dict[str, Any]:
-        run, lines, window = self._steady(item.arm, item.level, self._settings.settle_seconds, self._settings.window_seconds, item.number)
+        settings = self._settings
+        run, lines, window, worked = self._steady(item.arm, item.level, settings.settle_seconds, settings.window_seconds, item.number)
         start, end = window
         return {
             "window": window,
+            "host": worked,
             **speed_between(lines, start + LATE_SECONDS, end),
             "client_tok_s": run.tokens_within(start, end) / (end - start),
             "prefills": sum(line["kind"] == "prefill" and start <= line["t"] <= end for line in lines),
@@ -299,17 +302,18 @@ class Bench:
 
     def _steady(
         self, arm: str, level: int, settle: float, seconds: float, number: int = -1
-    ) -> tuple[load.Load, list[dict[str, Any]], tuple[float, float]]:
+    ) -> tuple[load.Load, list[dict[str, Any]], tuple[float, float], dict[str, Any]]:
         settings, instance = self._settings, self.instance(arm)
         # All arms of a pass are asked the same.
         seed = hash((settings.seed, number, level)) & 0x7FFFFFFF
         workload = load.Workload(settings.input_len, settings.output_len)
         run = load.Load(instance.host, instance.port, workload, lambda _second: level, level, seed)
-        window = (0.0, 0.0)
+        window, worked = (0.0, 0.0), {}
+        pid = int(instance.facts["pid"])
         with decode_load.following(instance.log) as follower:
 
             def watch() -> None:
-                nonlocal window
+                nonlocal window, worked
                 deadline = time.monotonic() + FULL_SECONDS
                 while not is_full(follower.lines, level):
                     if run.broken.is_set():
@@ -318,12 +322,13 @@ class Bench:
                         raise TimeoutError(decode_load.not_full(follower, level, FULL_SECONDS))
                     time.sleep(0.01)
                 _wait(run, settle)
-                start = time.time()
+                before, start = host_work.snapshot(pid), time.time()
                 _wait(run, seconds)
                 window = (start, time.time())
+                worked = host_work.between(before, host_work.snapshot(pid))
 
             run.run(watch)
-        return run, list(follower.lines), window
+        return run, list(follower.lines), window, worked
 
     def _changing(self, item: Item) -> dict[str, Any]:
         settings, instance = self._settings, self.instance(item.arm)

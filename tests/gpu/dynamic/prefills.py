@@ -1,15 +1,17 @@
 #!/usr/bin/env python3
 """Tells what steps take with and without prefills between them, from records that bench.py left: whence arms differ.
 
-    prefills.py OUT [--least N]
+    prefills.py OUT [--least N] [--cells]
 
 The server says after every few steps how fast they were. What they took follows from that, more exactly than from when the line came.
+With --cells each cell is told, with what its host did (host_work.py): how long its scheduler ran, and waited for a core.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
@@ -49,12 +51,31 @@ def by_prefills(records: Iterable[Mapping[str, Any]]) -> dict[Key, list[float]]:
     return dict(found)
 
 
+def by_cell(records: Iterable[Mapping[str, Any]]) -> Iterator[tuple[Any, ...]]:
+    """Yield pass, clients, arm, tokens per second; by the window's length, what the scheduler ran and waited, and other machines took."""
+    for record in records:
+        if record["kind"] != "cell" or not record.get("host"):
+            continue
+        seconds = record["window"][1] - record["window"][0]
+        scheduler = [used for name, used in record["host"]["processes"].items() if "sched" in name] or [[math.nan, math.nan]]
+        ran, waited = max(scheduler)
+        stolen = record["host"]["cores"].get("steal", 0.0)
+        yield record["pass"], record["level"], record["arm"], record["server_tok_s"], ran / seconds, waited / seconds, stolen / seconds
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, help="directory with records.jsonl")
     parser.add_argument("--least", type=int, default=LEAST, help="stretches without which nothing is said")
+    parser.add_argument("--cells", action="store_true", help="each cell, with what its host did")
     asked = parser.parse_args()
     lines = (asked.out / "records.jsonl").read_text(encoding="utf-8").splitlines()
+    if asked.cells:
+        print("| pass | clients | arm | tok/s | scheduler ran | waited for a core | cores lost to others |")
+        print("| --- | --- | --- | --- | --- | --- | --- |")
+        for number, level, arm, speed, ran, waited, stolen in by_cell(map(json.loads, lines)):
+            print(f"| {number} | {level} | {arm} | {speed:,.0f} | {ran:.2f} | {waited:.3f} | {stolen:.2f} |")
+        return
     print(f"| clients | prefills | arm | median ms of {STEPS} steps | tenth to ninth tenth | stretches |")
     print("| --- | --- | --- | --- | --- | --- |")
     for (level, prefills, arm), values in sorted(by_prefills(map(json.loads, lines)).items()):
