@@ -398,3 +398,14 @@ def test_each_cell_is_told_with_what_its_scheduler_ran_and_waited():
     cell = {"kind": "cell", "pass": 2, "level": 32, "arm": "dynamic", "server_tok_s": 5000.0, "window": [10.0, 13.0], "host": host}
     (found,) = named("prefills").by_cell([{"kind": "plan"}, {"kind": "cell"}, cell])
     assert found == (2, 32, "dynamic", 5000.0, pytest.approx(0.8), pytest.approx(0.1), pytest.approx(0.5))
+
+
+def test_a_switch_costs_what_its_steps_would_not_have_taken_in_either_mode_alone():
+    alone = {
+        "plain": {"seconds": 2.0, "plain": 400, "speculative": 0, "switches": 0},
+        "speculative": {"seconds": 2.0, "plain": 0, "speculative": 100, "switches": 0},
+    }
+    both = {"seconds": 2.0 + 20 * 0.004, "plain": 200, "speculative": 50, "switches": 40}
+    returns = named("returns")
+    assert returns.cost({**alone, "both": both}) == pytest.approx(4.0)
+    assert "costs 4.00 ms (4.00 to 4.00 in 1 passes, 40 switches); a plain step takes 5.00 ms" in returns.said([{**alone, "both": both}])
