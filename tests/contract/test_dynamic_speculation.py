@@ -94,8 +94,7 @@ def test_what_a_step_changes_in_its_batch_is_taken_back_with_and_without_overlap
     assert values == {True, False}
 
 
-def test_the_runner_captures_one_size_after_another_around_a_forward(sources):
-    assert sources.parameters(RUNNER, "DecodeCudaGraphRunner", "capture_one_shape")[:3] == ["self", "size", "forward"]
+def test_the_runner_captures_in_the_mode_that_it_is_told_and_gives_each_rows_hidden_states(sources):
     assert sources.parameters(RUNNER, "DecodeCudaGraphRunner", "capture") == ["self"]
     init = sources.find(RUNNER, "DecodeCudaGraphRunner", "__init__")
     assert isinstance(init, ast.FunctionDef)
@@ -104,6 +103,7 @@ def test_the_runner_captures_one_size_after_another_around_a_forward(sources):
     assert "self.capture" in calls(init)
     assert "get_batch_sizes_to_capture" in calls(init), "its sizes are limited by what this name is"
     assert "capture_hidden_mode" in ast.unparse(init)
+    assert "hidden_states=output.hidden_states[:self.raw_num_token]" in ast.unparse(sources.find(RUNNER, "DecodeCudaGraphRunner"))
 
 
 def test_a_batch_says_which_hidden_states_it_wants_in_one_of_two_ways(sources):
@@ -164,6 +164,11 @@ def test_a_draft_makes_k_and_v_of_its_embedding_and_the_targets_hidden_states_al
     assert "self.rotary_emb(positions, q, k)" in attention
 
 
+def test_slots_are_below_the_pools_size_and_a_page(sources):
+    written = ast.unparse(sources.find(SRT + "mem_cache/memory_pool.py", "MHATokenToKVPool", "set_kv_buffer"))
+    assert "maybe_detect_oob(loc, 0, self.size + self.page_size, 'set_kv_buffer (MHA)')" in written
+
+
 def test_a_prefill_fills_the_draft_from_hidden_states_and_the_token_after_each_position(sources):
     names = ["self", "batch", "target_hidden_states", "next_token_ids", "mm_input_embeds"]
     assert sources.parameters(WORKER, "EagleDraftWorker", "_draft_extend_for_prefill")[:5] == names
@@ -209,7 +214,7 @@ def test_what_is_allocated_ahead_is_no_more_than_what_a_plain_step_takes_for_gra
 
 
 def test_the_prefix_cache_never_takes_a_requests_last_position(sources):
-    """Its draft K and V may still be owed: with EAGLE keys are pairs of tokens, one fewer than tokens."""
+    """Its draft K and V are made of the token after it, too: with EAGLE keys are pairs of tokens, one fewer than tokens."""
     builder = SRT + "mem_cache/kv_cache_builder.py"
     where = builder if sources.release.read(builder) is not None else SRT + "managers/scheduler.py"
     assert "is_eagle=spec_algorithm.is_eagle()" in sources.text(where).replace("self.spec_algorithm", "spec_algorithm")

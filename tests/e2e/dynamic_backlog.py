@@ -50,7 +50,7 @@ def main() -> None:
     for seed in range(20):
         chance, made = random.Random(seed), torch.Generator().manual_seed(seed)
         writer, truth = Writer(), Truth()
-        backlog = Backlog(writer, ROWS, torch.device("cpu"), writes=True)
+        backlog = Backlog(writer, ROWS, torch.device("cpu"), flush_at=FLUSH_AT)
         backlog.history = backlog.history[:200]  # so that prompts come that don't fit
         lengths: dict[int, int] = {}
         graph = torch.zeros((400, WIDTH))  # each launch overwrites it, as a graph's memory
@@ -84,8 +84,7 @@ def main() -> None:
                 after = torch.tensor([lengths[row] for row in rows])
                 backlog.add(Step(ids, after, torch.tensor(slots), np.array(rows)), graph)
                 compared += len(rows)
-                if backlog.used >= FLUSH_AT:
-                    backlog.flush()
+                backlog.flush_if_due()
                 for row in [row for row in lengths if chance.random() < 0.05]:
                     del lengths[row]
         backlog.flush()

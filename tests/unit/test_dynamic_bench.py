@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
-import os
 import random
 import statistics
 import subprocess
@@ -19,6 +18,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from ansible.module_utils.aerie.processes import Process
 
 HERE = Path(__file__).resolve().parents[1] / "gpu/dynamic"
 LEVELS = (1, 8, 32, 64, 128)
@@ -211,7 +211,6 @@ class Decoding(ThreadingHTTPServer):
         self.forced: list[Any] = []
         self.log = (home / "server.log").open("a", buffering=1)
         facts = {"state": "ready", "host": "127.0.0.1", "port": self.server_address[1], "started": 1.0, "environment": {}, "arm": {}}
-        facts["pid"] = os.getpid()
         (home / "instance.json").write_text(json.dumps(facts))
         threading.Thread(target=self.serve_forever, daemon=True).start()
         threading.Thread(target=self.say, daemon=True).start()
@@ -370,26 +369,25 @@ def test_what_steps_take_is_told_by_the_prefills_between_them():
 def test_what_a_servers_processes_ran_and_waited_is_told_by_the_kernels_counters(tmp_path):
     work = named("host_work")
 
-    def process(number: int, parent: int, name: str, ran: int, waited: int) -> None:
-        home = tmp_path / str(number)
-        home.mkdir(exist_ok=True)
-        (home / "stat").write_text(f"{number} ({name}) S {parent} {number} 0 0")
-        (home / "schedstat").write_text(f"{ran} {waited} 17\n")
+    def ran(pid: int, seconds: int, waited: int) -> None:
+        (tmp_path / str(pid)).mkdir(exist_ok=True)
+        (tmp_path / str(pid) / "schedstat").write_text(f"{seconds} {waited} 17\n")
 
     def cores(user: int, steal: int) -> None:
         (tmp_path / "stat").write_text(f"cpu  {user} 0 20 3000 0 0 1 {steal} 0 0\ncpu0 1 2 3\n")
 
+    argv = {7: ("/opt/release/bin/python3", "-m", "sglang"), 8: ("sglang::scheduler",), 9: ("sglang::detokenizer",), 10: ("ended",)}
+    processes = [Process(pid=pid, ppid=1, argv=words, environment=()) for pid, words in argv.items()]
     cores(100, 0)
-    process(7, 1, "python3", 10**9, 0)
-    process(8, 7, "sglang::sched) (", 5 * 10**9, 10**8)
-    process(9, 8, "idle", 1, 1)
-    process(30, 1, "another", 1, 1)
-    before = work.snapshot(7, tmp_path)
+    ran(7, 10**9, 0)
+    ran(8, 5 * 10**9, 10**8)
+    ran(9, 1, 1)
+    before = work.snapshot(processes, tmp_path)
     cores(400, 50)
-    process(8, 7, "sglang::sched) (", 7 * 10**9, 4 * 10**8)
-    process(30, 1, "another", 10**9, 10**9)
-    found = work.between(before, work.snapshot(7, tmp_path))
-    assert found["processes"] == {"sglang::sched) ( 8": [2.0, 0.3]}
+    ran(7, 2 * 10**9, 0)
+    ran(8, 7 * 10**9, 4 * 10**8)
+    found = work.between(before, work.snapshot(processes, tmp_path))
+    assert found["processes"] == {"python3 7": [1.0, 0.0], "sglang::scheduler 8": [2.0, 0.3]}
     assert found["cores"]["user"] == pytest.approx(300 / work.TICKS) and found["cores"]["steal"] == pytest.approx(50 / work.TICKS)
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import itertools
 import json
 import math
@@ -31,7 +32,10 @@ import host_work
 import load
 from ansible.module_utils.aerie.measuring import bench_runner, dynamic_control
 from ansible.module_utils.aerie.measuring.bench_runner import CellError
+from ansible.module_utils.aerie.paths import HostPaths
+from ansible.module_utils.aerie.processes import Process
 from ansible.module_utils.aerie.profiling import decode_load
+from ansible.module_utils.aerie.serving import server_processes
 
 RECORDS = "records.jsonl"
 PLAN, CELL, CHANGE = "plan", "cell", "load"
@@ -91,6 +95,10 @@ class Instance:
     @property
     def server(self) -> bench_runner.Server:
         return bench_runner.Server(self.host, self.port, self.log, self.log.parent / "profile")
+
+    @functools.cached_property
+    def processes(self) -> list[Process]:
+        return server_processes.of_instance(HostPaths(self.log.parent.parent.parent), self.name)
 
     @property
     def is_dynamic(self) -> bool:
@@ -230,6 +238,18 @@ def is_full(lines: Sequence[Mapping[str, Any]], level: int) -> bool:
     return len(last) == 2 and min(last) >= level - level // 32
 
 
+def filled(run: load.Load, follower: decode_load.Follower, level: int) -> bool:
+    """Wait until the load is there; return False where it broke, and raise TimeoutError where it does not come."""
+    deadline = time.monotonic() + FULL_SECONDS
+    while not is_full(follower.lines, level):
+        if run.broken.is_set():
+            return False
+        if time.monotonic() > deadline:
+            raise TimeoutError(decode_load.not_full(follower, level, FULL_SECONDS))
+        time.sleep(0.01)
+    return True
+
+
 class Bench:
     def __init__(self, settings: Settings, instances: Mapping[str, Instance], records: Records) -> None:
         self._settings = settings
@@ -309,23 +329,18 @@ class Bench:
         workload = load.Workload(settings.input_len, settings.output_len)
         run = load.Load(instance.host, instance.port, workload, lambda _second: level, level, seed)
         window, worked = (0.0, 0.0), {}
-        pid = int(instance.facts["pid"])
         with decode_load.following(instance.log) as follower:
 
             def watch() -> None:
                 nonlocal window, worked
-                deadline = time.monotonic() + FULL_SECONDS
-                while not is_full(follower.lines, level):
-                    if run.broken.is_set():
-                        return
-                    if time.monotonic() > deadline:
-                        raise TimeoutError(decode_load.not_full(follower, level, FULL_SECONDS))
-                    time.sleep(0.01)
+                if not filled(run, follower, level):
+                    return
                 _wait(run, settle)
-                before, start = host_work.snapshot(pid), time.time()
+                processes = instance.processes
+                before, start = host_work.snapshot(processes), time.time()
                 _wait(run, seconds)
                 window = (start, time.time())
-                worked = host_work.between(before, host_work.snapshot(pid))
+                worked = host_work.between(before, host_work.snapshot(processes))
 
             run.run(watch)
         return run, list(follower.lines), window, worked

@@ -7,52 +7,38 @@ neighbours. Source: proc(5) for stat; the kernel's sched-stats.rst for schedstat
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-PROC = Path("/proc")
+import cores  # noqa: F401
+from ansible.module_utils.aerie.processes import PROC, Process
+
 CPU = ("user", "nice", "system", "idle", "iowait", "irq", "softirq", "steal")
 TICKS = os.sysconf("SC_CLK_TCK")
 NANO = 1e-9
 
 
-def family(pid: int, proc: Path = PROC) -> dict[int, str]:
-    """Return a process and all that it began, by id, with their names."""
-    parents, names = {}, {}
-    for stat in proc.glob("[0-9]*/stat"):
+def snapshot(processes: Iterable[Process], proc: Path = PROC) -> dict[str, Any]:
+    """Return seconds since the machine began: of all cores by kind, and of each process's first thread, run and waited."""
+    ticks_of = (proc / "stat").read_text().splitlines()[0].split()[1:]
+    found: dict[str, Any] = {"cores": {kind: int(ticks) / TICKS for kind, ticks in zip(CPU, ticks_of, strict=False)}, "processes": {}}
+    for process in processes:
         try:
-            text = stat.read_text()
+            ran, waited, _slices = (proc / str(process.pid) / "schedstat").read_text().split()
         except OSError:  # it ended
             continue
-        opened, closed = text.index("("), text.rindex(")")
-        number = int(text[:opened])
-        names[number], parents[number] = text[opened + 1 : closed], int(text[closed + 2 :].split()[1])
-    found = {pid} & names.keys()
-    while more := {number for number, parent in parents.items() if parent in found} - found:
-        found |= more
-    return {number: names[number] for number in sorted(found)}
-
-
-def snapshot(pid: int, proc: Path = PROC) -> dict[str, Any]:
-    """Return seconds since the machine began: of all cores by kind, and of each process's first thread, run and waited."""
-    cores = (proc / "stat").read_text().splitlines()[0].split()[1:]
-    found: dict[str, Any] = {"cores": {kind: int(ticks) / TICKS for kind, ticks in zip(CPU, cores, strict=False)}, "processes": {}}
-    for number, name in family(pid, proc).items():
-        try:
-            ran, waited, _slices = (proc / str(number) / "schedstat").read_text().split()
-        except OSError:
-            continue
-        found["processes"][f"{name} {number}"] = [int(ran) * NANO, int(waited) * NANO]
+        name = Path(process.argv[0]).name if process.argv else ""
+        found["processes"][f"{name} {process.pid}"] = [int(ran) * NANO, int(waited) * NANO]
     return found
 
 
 def between(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
     """Return the seconds between two snapshots: processes that did nothing are left out."""
-    cores = {kind: round(after["cores"][kind] - seconds, 2) for kind, seconds in before["cores"].items()}
+    kinds = {kind: round(after["cores"][kind] - seconds, 2) for kind, seconds in before["cores"].items()}
     processes = {
         name: [round(now - then, 4) for now, then in zip(seconds, before["processes"][name], strict=True)]
         for name, seconds in after["processes"].items()
         if name in before["processes"]
     }
-    return {"cores": cores, "processes": {name: seconds for name, seconds in processes.items() if any(seconds)}}
+    return {"cores": kinds, "processes": {name: seconds for name, seconds in processes.items() if any(seconds)}}

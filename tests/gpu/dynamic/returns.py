@@ -46,11 +46,8 @@ def measured(instance: bench.Instance, asked: argparse.Namespace, number: int) -
     with decode_load.following(instance.log) as follower:
 
         def watch() -> None:
-            deadline = time.monotonic() + bench.FULL_SECONDS
-            while not bench.is_full(follower.lines, asked.clients):
-                if run.broken.is_set() or time.monotonic() > deadline:
-                    return
-                time.sleep(0.01)
+            if not bench.filled(run, follower, asked.clients):
+                return
             for mode in random.Random(number).sample(list(settings), len(settings)):
                 dynamic_control.change(server, {"flip_every": 0, **settings[mode]})
                 run.broken.wait(SETTLE_SECONDS)

@@ -214,16 +214,16 @@ class DynamicDecode:
         self.table = self.target.req_to_token_pool.req_to_token
         self.catch_up = catch_up()
         rows, device = self.table.shape[0], self.table.device
+        # A hierarchical cache copies K and V elsewhere when a request ends: nothing may wait then.
+        is_copied = getattr(aerie_dynamic_control.resolved(worker.server_args), "enable_hierarchical_cache", False)
         self.backlog = Backlog(
             Writer(worker.draft_worker.draft_runner),
             rows,
             device,
             writes=self.catch_up == "exact",
             keeps=self.catch_up != "none",
+            flush_at=1 if is_copied else FLUSH_AT,
         )
-        # A hierarchical cache copies K and V elsewhere when a request ends: nothing may wait then.
-        is_copied = getattr(aerie_dynamic_control.resolved(worker.server_args), "enable_hierarchical_cache", False)
-        self.flush_at = 1 if is_copied else FLUSH_AT
         self.ones = torch.ones(rows, dtype=torch.int32, device=device)
         self.places = torch.arange(rows, dtype=torch.int32, device=device).unsqueeze(1)
         # On the host: which rows were decoded plainly since they were drafted for, and how long they are, where that is known
@@ -417,8 +417,7 @@ class DynamicDecode:
         if batch.return_logprob and logits.next_token_logprobs is not None:
             logits.next_token_logprobs = logits.next_token_logprobs.view(size, 1)
         self.backlog.add(Step(ids, after, batch.out_cache_loc, rows), hidden)
-        if self.backlog.used >= self.flush_at:
-            self.backlog.flush()  # the host has time, the step is launched
+        self.backlog.flush_if_due()  # the step is launched, the host has time
 
         self.stale[rows] = True
         self.lengths[rows] = np.where(known == UNKNOWN, UNKNOWN, known + 1) if before_cpu is None else batch.seq_lens_cpu.numpy()

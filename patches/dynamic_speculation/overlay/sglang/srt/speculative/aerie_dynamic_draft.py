@@ -131,13 +131,15 @@ class Backlog:
     its K and V, which the draft goes on from. Row 0 and slot 0 are padding; slot 0 says that nothing is owed.
     """
 
-    def __init__(self, writer: Writer, rows: int, device: torch.device, *, writes: bool, keeps: bool = True) -> None:
+    def __init__(
+        self, writer: Writer, rows: int, device: torch.device, *, writes: bool = True, keeps: bool = True, flush_at: int = FLUSH_AT
+    ) -> None:
         self.writer = writer
-        self.writes, self.keeps = writes, keeps
+        self.writes, self.keeps, self.flush_at = writes, keeps, flush_at
         self.aux = torch.zeros((rows, writer.width), dtype=writer.dtype, device=device)
         self.slots = torch.zeros(rows, dtype=torch.int64, device=device)
         pool = writer.pool
-        self.history = self.aux.new_empty((max(CAPACITY, FLUSH_AT + rows), writer.width))
+        self.history = self.aux.new_empty((max(CAPACITY, flush_at + rows), writer.width))
         self.newest = torch.zeros(pool.size + pool.page_size, dtype=torch.int64, device=device)
         """By slot, the number of the last position that was written there; positions are counted from 1 on."""
         self.waiting: list[Step | Prompts] = []
@@ -156,6 +158,11 @@ class Backlog:
         self.history[self.used : self.used + count].copy_(hidden[:count])
         self.used += count
         self.waiting.append(computed)
+
+    def flush_if_due(self) -> None:
+        """Write all that waits where it is enough. For when the host has time."""
+        if self.used >= self.flush_at:
+            self.flush()
 
     def flush(self) -> None:
         """Write all that waits."""
