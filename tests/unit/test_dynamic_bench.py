@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+import os
 import random
 import statistics
 import subprocess
@@ -394,8 +395,80 @@ def test_what_a_servers_processes_ran_and_waited_is_told_by_the_kernels_counters
 def test_each_cell_is_told_with_what_its_scheduler_ran_and_waited():
     host = {"cores": {"steal": 1.5}, "processes": {"python3 7": [0.1, 0.0], "sglang::sched 8": [2.4, 0.3], "sglang::sched 9": [0.5, 0.0]}}
     cell = {"kind": "cell", "pass": 2, "level": 32, "arm": "dynamic", "server_tok_s": 5000.0, "window": [10.0, 13.0], "host": host}
-    (found,) = named("prefills").by_cell([{"kind": "plan"}, {"kind": "cell"}, cell])
-    assert found == (2, 32, "dynamic", 5000.0, pytest.approx(0.8), pytest.approx(0.1), pytest.approx(0.5))
+    placed = {"core": 5, "ms": 1.02, "fastest_ms": 1.0, "slowest_ms": 1.9, "after_ms": 1.4}
+    elsewhere, found = named("prefills").by_cell([{"kind": "plan"}, {"kind": "cell"}, cell, cell | {"placement": placed}])
+    assert found == (2, 32, "dynamic", 5000.0, pytest.approx(0.8), pytest.approx(0.1), pytest.approx(0.5), "5", "0.02, 0.40")
+    assert elsewhere[-2:] == ("–", "–")
+
+
+# Where the servers run
+
+SERVER = """
+import sys, threading
+threading.Thread(target=threading.Event().wait, daemon=True).start()
+print("up", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def served() -> Iterator[list[Process]]:
+    children = [subprocess.Popen([sys.executable, "-c", SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE) for _ in range(2)]
+    for child in children:
+        assert child.stdout is not None and child.stdout.readline() == b"up\n"
+    titles = ("sglang::scheduler", "sglang::detokenizer")
+    yield [Process(pid=child.pid, ppid=1, argv=(title,), environment=()) for child, title in zip(children, titles, strict=True)]
+    for child in children:
+        child.communicate(timeout=20)
+
+
+def test_schedulers_have_a_core_to_themselves_and_give_it_back(served):
+    placement, before = named("placement"), os.sched_getaffinity(0)
+    assert len(before) >= 2, "this needs two cores"
+    scheduler, detokenizer = served
+    threads = sorted(int(entry.name) for entry in Path(f"/proc/{scheduler.pid}/task").iterdir())
+    assert len(threads) == 2
+    where = placement.Placement(served, fewest=2)
+    try:
+        placed = where.settle()
+        rest = before - placement.siblings(placed["core"]) or before
+        assert placed["fastest_ms"] <= placed["ms"] <= placement.AS_FAST * placed["fastest_ms"] + 0.001
+        assert os.sched_getaffinity(scheduler.pid) == {placed["core"]}
+        others = [*(one for one in threads if one != scheduler.pid), detokenizer.pid, os.getpid()]
+        assert [os.sched_getaffinity(thread) for thread in others] == [rest] * 3
+        assert where.after()["after_ms"] > 0 and os.sched_getaffinity(0) == rest
+    finally:
+        where.leave()
+    assert [os.sched_getaffinity(thread) for thread in [*threads, detokenizer.pid, os.getpid()]] == [before] * 4
+
+
+def test_few_cores_are_left_alone(served):
+    placement, before = named("placement"), os.sched_getaffinity(0)
+    where = placement.Placement(served, fewest=len(before) + 1)
+    assert where.settle() == where.after() == placement.Placement([]).settle() == {}
+    assert os.sched_getaffinity(served[0].pid) == before
+
+
+@pytest.mark.parametrize(
+    ("now", "speeds", "core"),
+    [
+        (None, {0: 1.2, 1: 1.0, 2: 1.0}, 1),
+        (2, {0: 1.0, 1: 1.1, 2: 1.04}, 2),
+        (2, {0: 1.0, 1: 0.9, 2: 1.04}, 1),
+        (7, {0: 1.0, 1: 0.9}, 1),
+    ],
+)
+def test_a_core_is_kept_while_it_is_as_fast_as_the_fastest(now, speeds, core):
+    assert named("placement").chosen(speeds, now) == core
+
+
+@pytest.mark.parametrize(("text", "expected"), [("3,11\n", {3, 11}), ("0-1\n", {0, 1}), ("4\n", {4})])
+def test_siblings_are_read_as_the_kernel_writes_them(tmp_path, text, expected):
+    core = min(expected)
+    (tmp_path / f"cpu{core}/topology").mkdir(parents=True)
+    (tmp_path / f"cpu{core}/topology/thread_siblings_list").write_text(text)
+    assert named("placement").siblings(core, tmp_path) == expected
+    assert named("placement").siblings(99, tmp_path) == {99}
 
 
 def test_a_switch_costs_what_its_steps_would_not_have_taken_in_either_mode_alone():

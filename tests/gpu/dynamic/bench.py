@@ -30,6 +30,7 @@ import analysis
 import cores  # noqa: F401
 import host_work
 import load
+import placement
 from ansible.module_utils.aerie.measuring import bench_runner, dynamic_control
 from ansible.module_utils.aerie.measuring.bench_runner import CellError
 from ansible.module_utils.aerie.paths import HostPaths
@@ -251,12 +252,15 @@ def filled(run: load.Load, follower: decode_load.Follower, level: int) -> bool:
 
 
 class Bench:
-    def __init__(self, settings: Settings, instances: Mapping[str, Instance], records: Records) -> None:
+    def __init__(
+        self, settings: Settings, instances: Mapping[str, Instance], records: Records, where: placement.Placement | None = None
+    ) -> None:
         self._settings = settings
         self._instances = instances
         self._records = records
         self._forced: str | None = None
         self._known = False
+        self._placement = where or placement.Placement([])
         self.launch = f"{max(one.started for one in instances.values()):.0f}"
 
     def instance(self, arm: str) -> Instance:
@@ -269,7 +273,9 @@ class Bench:
         try:
             self._force(item.arm)
             before = self._state(item.arm)
+            placed = self._placement.settle()
             record |= self._cell(item) if item.kind == CELL else self._changing(item)
+            record |= {"placement": placed | self._placement.after()}
             record |= self._modes(before, self._state(item.arm))
             if not record["server_tok_s"]:
                 raise OSError("the server's log told no decode speed within the window: is log-level above info?")
@@ -427,6 +433,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=_numbers, default=(8, 128, 1, 64, 32))
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--extra", nargs="*", choices=FORCED, default=[], help="the dynamic server in one mode, as further arms")
+    parser.add_argument("--anywhere", action="store_true", help="leave it to the kernel on which cores the servers run")
     parser.add_argument("--no-warm-up", action="store_true", help="the servers met all levels before")
     return parser.parse_args()
 
@@ -459,7 +466,8 @@ def main() -> None:
         pinned = next((environment[name] for name in PINS if environment.get(name)), None)
         records.add({"kind": PLAN, "at": time.time(), "backend": settings.backend, "pinned": pinned, "settings": settings.as_dict()})
     facts(asked.out, instances)
-    bench = Bench(settings, instances, records)
+    where = placement.Placement([] if asked.anywhere else [one for instance in instances.values() for one in instance.processes])
+    bench = Bench(settings, instances, records, where)
     done = records.done()
     wanted = [item for item in items(settings, asked.passes, asked.changing_passes, asked.extra) if item.identity not in done]
     print(f"{len(wanted)} to measure, about {sum(seconds_of(item, settings) for item in wanted):.0f} s", flush=True)
@@ -473,6 +481,7 @@ def main() -> None:
         try:
             ended = measure_all(bench, wanted, settings, records, left)
         finally:
+            where.leave()
             with contextlib.suppress(CellError, OSError):
                 bench.leave()
     said = analysis.analyse(records.all)

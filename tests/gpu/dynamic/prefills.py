@@ -4,7 +4,8 @@
     prefills.py OUT [--least N] [--cells]
 
 The server says after every few steps how fast they were. What they took follows from that, more exactly than from when the line came.
-With --cells each cell is told, with what its host did (host_work.py): how long its scheduler ran, and waited for a core.
+With --cells each cell is told, with what its host did (host_work.py): how long its scheduler ran, and waited for a core,
+and by what part that core (placement.py) was slower than the fastest, before and after.
 """
 
 from __future__ import annotations
@@ -60,7 +61,16 @@ def by_cell(records: Iterable[Mapping[str, Any]]) -> Iterator[tuple[Any, ...]]:
         scheduler = [used for name, used in record["host"]["processes"].items() if "sched" in name] or [[math.nan, math.nan]]
         ran, waited = max(scheduler)
         stolen = record["host"]["cores"].get("steal", 0.0)
-        yield record["pass"], record["level"], record["arm"], record["server_tok_s"], ran / seconds, waited / seconds, stolen / seconds
+        cell = record["pass"], record["level"], record["arm"], record["server_tok_s"]
+        yield *cell, ran / seconds, waited / seconds, stolen / seconds, *core(record.get("placement") or {})
+
+
+def core(placed: Mapping[str, float]) -> tuple[str, str]:
+    """Return the scheduler's core, and by what part it was slower than the fastest before and after."""
+    if not placed:
+        return "–", "–"
+    fastest = placed["fastest_ms"]
+    return str(placed["core"]), f"{placed['ms'] / fastest - 1:.2f}, {placed['after_ms'] / fastest - 1:.2f}"
 
 
 def main() -> None:
@@ -71,10 +81,10 @@ def main() -> None:
     asked = parser.parse_args()
     lines = (asked.out / "records.jsonl").read_text(encoding="utf-8").splitlines()
     if asked.cells:
-        print("| pass | clients | arm | tok/s | scheduler ran | waited for a core | cores lost to others |")
-        print("| --- | --- | --- | --- | --- | --- | --- |")
-        for number, level, arm, speed, ran, waited, stolen in by_cell(map(json.loads, lines)):
-            print(f"| {number} | {level} | {arm} | {speed:,.0f} | {ran:.2f} | {waited:.3f} | {stolen:.2f} |")
+        print("| pass | clients | arm | tok/s | scheduler ran | waited for a core | cores lost to others | core | slower by |")
+        print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
+        for number, level, arm, speed, ran, waited, stolen, place, slower in by_cell(map(json.loads, lines)):
+            print(f"| {number} | {level} | {arm} | {speed:,.0f} | {ran:.2f} | {waited:.3f} | {stolen:.2f} | {place} | {slower} |")
         return
     print(f"| clients | prefills | arm | median ms of {STEPS} steps | tenth to ninth tenth | stretches |")
     print("| --- | --- | --- | --- | --- | --- |")
