@@ -392,15 +392,16 @@ def _wait(run: load.Load, seconds: float) -> None:
 
 
 @contextlib.contextmanager
-def gpu_watched(path: Path) -> Iterator[None]:
-    """Have nvidia-smi write clocks, power and temperature each second, where there is one."""
+def gpu_watched(path: Path, gpus: Sequence[int]) -> Iterator[None]:
+    """Have nvidia-smi write clocks, power and temperature of the servers' GPUs each second, where there is one."""
     program = shutil.which("nvidia-smi")
-    if not program:
+    if not program or not gpus:
         yield
         return
     asked = "timestamp,clocks.sm,clocks.mem,power.draw,temperature.gpu,utilization.gpu,memory.used,clocks_event_reasons.active"
+    argv = [program, f"--id={','.join(map(str, gpus))}", f"--query-gpu={asked}", "--format=csv,noheader", "-lms", "1000"]
     with path.open("a") as output:
-        watcher = subprocess.Popen([program, f"--query-gpu={asked}", "--format=csv,noheader", "-lms", "1000"], stdout=output, stderr=output)
+        watcher = subprocess.Popen(argv, stdout=output, stderr=output)
         try:
             yield
         finally:
@@ -475,7 +476,7 @@ def main() -> None:
     def left() -> float:
         return float(asked.budget) - (time.monotonic() - begun)
 
-    with gpu_watched(asked.out / "gpu.csv"):
+    with gpu_watched(asked.out / "gpu.csv", instances[analysis.DYNAMIC].facts.get("gpus") or []):
         if wanted and not asked.no_warm_up:
             warm_up(bench, settings, (*analysis.FIXED, analysis.DYNAMIC, *asked.extra), records)
         try:
