@@ -77,7 +77,7 @@ def profiled(arm: str, asked: argparse.Namespace) -> dict[str, Any]:
     (asked.out / f"trace-{arm}.json").write_text(json.dumps(level, indent=1, sort_keys=True) + "\n")
     names = kernels(trace_summary.load(traces[0]))
     (asked.out / f"trace-{arm}.names.json").write_text(json.dumps(names, indent=1) + "\n")
-    return {**level["trace"], "names": names, "tok_s": level["tok_s"]}
+    return {**level["trace"], "names": names}
 
 
 def kernels(found: Sequence[trace_summary.Event]) -> dict[str, float]:
@@ -98,8 +98,6 @@ def compared(found: Mapping[str, Mapping[str, Any]]) -> str:
     arms = list(found)
     lines = [f"| a step | {' | '.join(arms)} |", f"| --- |{' --- |' * len(arms)}"]
     lines += [f"| {name} | {' | '.join(f'{figure(one):.3f}' for one in found.values())} |" for name, figure in FIGURES]
-    speeds = [f"{one['tok_s']:,.0f}" if one["tok_s"] else "–" for one in found.values()]
-    lines.append(f"| tok/s, not traced | {' | '.join(speeds)} |")
     first = found[arms[0]]["names"]
     for arm in arms[1:]:
         names = found[arm]["names"]
