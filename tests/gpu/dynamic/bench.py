@@ -252,15 +252,13 @@ def filled(run: load.Load, follower: decode_load.Follower, level: int) -> bool:
 
 
 class Bench:
-    def __init__(
-        self, settings: Settings, instances: Mapping[str, Instance], records: Records, where: placement.Placement | None = None
-    ) -> None:
+    def __init__(self, settings: Settings, instances: Mapping[str, Instance], records: Records, where: placement.Placement) -> None:
         self._settings = settings
         self._instances = instances
         self._records = records
         self._forced: str | None = None
         self._known = False
-        self._placement = where or placement.Placement([])
+        self._placement = where
         self.launch = f"{max(one.started for one in instances.values()):.0f}"
 
     def instance(self, arm: str) -> Instance:
@@ -434,7 +432,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=_numbers, default=(8, 128, 1, 64, 32))
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--extra", nargs="*", choices=FORCED, default=[], help="the dynamic server in one mode, as further arms")
-    parser.add_argument("--anywhere", action="store_true", help="leave it to the kernel on which cores the servers run")
     parser.add_argument("--no-warm-up", action="store_true", help="the servers met all levels before")
     return parser.parse_args()
 
@@ -467,7 +464,7 @@ def main() -> None:
         pinned = next((environment[name] for name in PINS if environment.get(name)), None)
         records.add({"kind": PLAN, "at": time.time(), "backend": settings.backend, "pinned": pinned, "settings": settings.as_dict()})
     facts(asked.out, instances)
-    where = placement.Placement([] if asked.anywhere else [one for instance in instances.values() for one in instance.processes])
+    where = placement.Placement([one for instance in instances.values() for one in instance.processes])
     bench = Bench(settings, instances, records, where)
     done = records.done()
     wanted = [item for item in items(settings, asked.passes, asked.changing_passes, asked.extra) if item.identity not in done]
@@ -482,9 +479,9 @@ def main() -> None:
         try:
             ended = measure_all(bench, wanted, settings, records, left)
         finally:
-            where.leave()
             with contextlib.suppress(CellError, OSError):
                 bench.leave()
+            where.leave()
     said = analysis.analyse(records.all)
     (asked.out / "analysis.json").write_text(json.dumps(said, indent=1) + "\n")
     (asked.out / "table.md").write_text(analysis.report(said))

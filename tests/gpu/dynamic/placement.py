@@ -16,15 +16,17 @@ from typing import Any
 
 import cores  # noqa: F401
 from ansible.module_utils.aerie.processes import PROC, Process
+from ansible.module_utils.aerie.serving import server_processes
 
 CPUS = Path("/sys/devices/system/cpu")
-SCHEDULER = "sglang::scheduler"
+SCHEDULER = f"{server_processes.TITLE}scheduler"
 FEWEST = 8
 """Cores below which nothing is moved: the rest of the work needs some of its own."""
 AS_FAST = 1.05
 """A core within this of the fastest is kept."""
 ROUNDS = 6
 WORK = 30_000
+"""Additions of a round: about a millisecond."""
 
 
 def core_numbers(text: str) -> set[int]:
