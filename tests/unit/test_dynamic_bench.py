@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import ModuleType
@@ -396,9 +396,52 @@ def test_each_cell_is_told_with_what_its_scheduler_ran_and_waited():
     host = {"cores": {"steal": 1.5}, "processes": {"python3 7": [0.1, 0.0], "sglang::sched 8": [2.4, 0.3], "sglang::sched 9": [0.5, 0.0]}}
     cell = {"kind": "cell", "pass": 2, "level": 32, "arm": "dynamic", "server_tok_s": 5000.0, "window": [10.0, 13.0], "host": host}
     placed = {"core": 5, "ms": 1.02, "fastest_ms": 1.0, "slowest_ms": 1.9, "after_ms": 1.4}
-    elsewhere, found = named("prefills").by_cell([{"kind": "plan"}, {"kind": "cell"}, cell, cell | {"placement": placed}])
-    assert found == (2, 32, "dynamic", 5000.0, pytest.approx(0.8), pytest.approx(0.1), pytest.approx(0.5), "5", "0.02, 0.40")
-    assert elsewhere[-2:] == ("–", "–")
+    watched = placed | {"looks": 6, "slow": 2, "moves": 1}
+    records = [{"kind": "plan"}, {"kind": "cell"}, cell, cell | {"placement": placed}, cell | {"placement": watched}]
+    elsewhere, unwatched, found = named("prefills").by_cell(records)
+    assert found[:-3] == (2, 32, "dynamic", 5000.0, pytest.approx(0.8), pytest.approx(0.1), pytest.approx(0.5))
+    assert found[-3:] == ("5", "0.02, 0.40", "2 of 6")
+    assert elsewhere[-3:] == ("–", "–", "–") and unwatched[-1] == "–"
+
+
+# What a server holds when it has nothing to do
+
+
+class Loaded(BaseHTTPRequestHandler):
+    """Tells a load that shrinks, at one of two places."""
+
+    place = ""
+    asked = 0
+
+    def log_message(self, *_: object) -> None:
+        return
+
+    def do_GET(self) -> None:
+        place, tokens = type(self).place, (70, 5)[type(self).asked]
+        if self.path != place:
+            self.send_error(500)
+            return
+        type(self).asked = 1
+        told = {"num_reqs": 0, "num_running_reqs": 0, "num_waiting_reqs": 0, "num_used_tokens": tokens, "num_tokens": 90}
+        told["num_pending_tokens"] = told["num_tokens"] - tokens
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps([told] if place == "/get_load" else {"loads": [told]}).encode())
+
+    def do_POST(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+
+
+@pytest.mark.parametrize("place", ["/v1/loads", "/get_load"])
+def test_tokens_in_use_are_asked_where_the_server_can_say_it(place):
+    handler = type("Here", (Loaded,), {"place": place})
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            assert named("tokens").client.Server(server.server_port).used_tokens_when_idle(0.3) == 5
+        finally:
+            server.shutdown()
 
 
 # Where the servers run
@@ -430,22 +473,57 @@ def test_schedulers_have_a_core_to_themselves_and_give_it_back(served):
     assert len(threads) == 2
     where = placement.Placement(served, fewest=2)
     try:
-        placed = where.settle()
+        with where.kept() as placed:
+            pass
         rest = before - placement.siblings(placed["core"]) or before
         assert placed["fastest_ms"] <= placed["ms"] <= placement.AS_FAST * placed["fastest_ms"] + 0.001
         assert os.sched_getaffinity(scheduler.pid) == {placed["core"]}
         others = [*(one for one in threads if one != scheduler.pid), detokenizer.pid, os.getpid()]
         assert [os.sched_getaffinity(thread) for thread in others] == [rest] * 3
-        assert where.after()["after_ms"] > 0 and os.sched_getaffinity(0) == rest
+        assert placed["after_ms"] > 0
     finally:
         where.leave()
     assert [os.sched_getaffinity(thread) for thread in [*threads, detokenizer.pid, os.getpid()]] == [before] * 4
 
 
+def eventually(is_so: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + 20
+    while not is_so() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return is_so()
+
+
+def test_schedulers_leave_a_core_that_became_slow_for_a_fast_one(served, monkeypatch):
+    placement, before = named("placement"), os.sched_getaffinity(0)
+    speeds = dict.fromkeys(before, 1.0)
+    monkeypatch.setattr(placement, "milliseconds", lambda core, *_: speeds[core])
+    monkeypatch.setattr(placement, "LOOK_SECONDS", 0.01)
+    scheduler, detokenizer = served
+    where = placement.Placement(served, fewest=2)
+    try:
+        with where.kept() as placed:
+            first = placed["core"]
+            speeds[first] = 1.3
+            assert eventually(lambda: first not in os.sched_getaffinity(scheduler.pid))
+            (core,) = os.sched_getaffinity(scheduler.pid)
+            assert eventually(lambda: core not in os.sched_getaffinity(os.getpid()) | os.sched_getaffinity(detokenizer.pid))
+        assert (placed["core"], placed["slow"], placed["moves"], placed["after_ms"]) == (first, 1, 1, 1.0)
+
+        speeds = dict.fromkeys(before, 1.0)
+        with where.kept() as placed:
+            speeds = dict.fromkeys(before, 1.3)
+            assert eventually(lambda: placed["slow"] > 1)
+        assert placed["moves"] == 0 and os.sched_getaffinity(scheduler.pid) == {placed["core"]}
+        assert placed["slow"] <= placed["looks"]
+    finally:
+        where.leave()
+
+
 def test_few_cores_are_left_alone(served):
     placement, before = named("placement"), os.sched_getaffinity(0)
     where = placement.Placement(served, fewest=len(before) + 1)
-    assert where.settle() == where.after() == placement.Placement([]).settle() == {}
+    with where.kept() as few, placement.Placement([]).kept() as none:
+        assert few == none == {}
     assert os.sched_getaffinity(served[0].pid) == before
 
 

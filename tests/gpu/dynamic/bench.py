@@ -271,9 +271,9 @@ class Bench:
         try:
             self._force(item.arm)
             before = self._state(item.arm)
-            placed = self._placement.settle()
-            record |= self._cell(item) if item.kind == CELL else self._changing(item)
-            record |= {"placement": placed | self._placement.after()}
+            with self._placement.kept() as placed:
+                record |= self._cell(item) if item.kind == CELL else self._changing(item)
+            record |= {"placement": placed}
             record |= self._modes(before, self._state(item.arm))
             if not record["server_tok_s"]:
                 raise OSError("the server's log told no decode speed within the window: is log-level above info?")

@@ -2,17 +2,19 @@
 
 On a lent machine a core can be slower than its neighbour for seconds, though nobody waits for it and no time is stolen: a prompt, whose
 work is the host's, then takes up to twice as long. Before each measurement all cores are timed with the same little work. The schedulers
-(only one has a load; the others sleep) stay on their core while it is as fast as the fastest, else move to that one. Nothing of it depends
-on the arm. Linux; source: sched_setaffinity(2), and the kernel's cputopology.rst for ``thread_siblings_list``.
+(only one has a load; the others sleep) stay on their core while it is as fast as the fastest, else move to that one. A core does not stay
+fast for long: while it is measured, theirs is looked at again and again, and left for a fast one when it has become slow. Nothing of it
+depends on the arm. Linux; source: sched_setaffinity(2), and the kernel's cputopology.rst for ``thread_siblings_list``.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import cores  # noqa: F401
 from ansible.module_utils.aerie.processes import PROC, Process
@@ -20,13 +22,19 @@ from ansible.module_utils.aerie.serving import server_processes
 
 CPUS = Path("/sys/devices/system/cpu")
 SCHEDULER = f"{server_processes.TITLE}scheduler"
+UNPLACED = -1
 FEWEST = 8
 """Cores below which nothing is moved: the rest of the work needs some of its own."""
 AS_FAST = 1.05
 """A core within this of the fastest is kept."""
+SLOW = 1.25
+"""A core that takes this many times what the fastest took is left."""
+LOOK_SECONDS = 0.5
 ROUNDS = 6
 WORK = 30_000
 """Additions of a round: about a millisecond."""
+LOOK_WORK = 10_000
+"""Additions of a look at the core of a scheduler that is at work: it loses a thousandth of its time by it."""
 
 
 def core_numbers(text: str) -> set[int]:
@@ -46,25 +54,25 @@ def siblings(core: int, cpus: Path = CPUS) -> set[int]:
         return {core}
 
 
-def milliseconds(core: int) -> float:
-    """Return what a fixed little work takes on ``core``, the fastest of a few rounds; the calling thread may then run where it could."""
+def milliseconds(core: int, rounds: int = ROUNDS, work: int = WORK) -> float:
+    """Return what ``WORK`` takes on ``core``, by the fastest of ``rounds`` of ``work``; the calling thread may then run where it could."""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {core})
     try:
-        return min(_round() for _ in range(ROUNDS))
+        return min(_round(work) for _ in range(rounds)) * WORK / work
     finally:
         os.sched_setaffinity(0, before)
 
 
-def _round() -> float:
-    began = time.perf_counter()
+def _round(work: int) -> float:
+    began = time.thread_time()  # who else runs there is not what is asked
     total = 0
-    for number in range(WORK):
+    for number in range(work):
         total += number & 7
-    return 1e3 * (time.perf_counter() - began)
+    return 1e3 * (time.thread_time() - began)
 
 
-def chosen(speeds: Mapping[int, float], now: int | None) -> int:
+def chosen(speeds: Mapping[int, float], now: int) -> int:
     """Return the core to run on, of the milliseconds that each took: the present one while it is as fast as the fastest."""
     fastest = min(speeds, key=lambda core: (speeds[core], core))
     return now if now in speeds and speeds[now] <= AS_FAST * speeds[fastest] else fastest
@@ -77,22 +85,57 @@ class Placement:
         self._processes = list(processes)
         self._allowed = frozenset(os.sched_getaffinity(0))
         self._is_on = bool(self._processes) and len(self._allowed) >= fewest
-        self._core: int | None = None
+        self._core = UNPLACED
 
-    def settle(self) -> dict[str, Any]:
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[dict[str, float]]:
+        """Place everything on good cores until the block ends. What is yielded is complete then; it is empty where there are too few cores.
+
+        It tells the core; what the work took there, on the fastest and on the slowest; how often it was looked at, found slow and left for
+        another; and what the work takes in the end, when the scheduler has no load any more.
+        """
+        said = self.settle()
+        if not said:
+            yield said
+            return
+        ended = threading.Event()
+        watcher = threading.Thread(target=self._watch, args=(said, ended), daemon=True)
+        watcher.start()
+        try:
+            yield said
+        finally:
+            ended.set()
+            watcher.join()
+            said["after_ms"] = round(milliseconds(self._core), 3)
+
+    def settle(self) -> dict[str, float]:
         """Time the cores and place everything; return core and milliseconds, empty where there are too few cores."""
         if not self._is_on:
             return {}
         self.leave()
         speeds = {core: milliseconds(core) for core in sorted(self._allowed)}
-        self._core = chosen(speeds, self._core)
-        self._apply({self._core}, set(self._allowed) - siblings(self._core) or set(self._allowed))
+        self._move(chosen(speeds, self._core))
         said = {"core": self._core, "ms": speeds[self._core], "fastest_ms": min(speeds.values()), "slowest_ms": max(speeds.values())}
         return {name: round(value, 3) for name, value in said.items()}
 
-    def after(self) -> dict[str, float]:
-        """Return what the same work takes now on the schedulers' core, which has no load any more."""
-        return {} if self._core is None else {"after_ms": round(milliseconds(self._core), 3)}
+    def _watch(self, said: dict[str, float], ended: threading.Event) -> None:
+        said |= {"looks": 0, "slow": 0, "moves": 0}
+        fastest = said["fastest_ms"]
+        while not ended.wait(LOOK_SECONDS):
+            said["looks"] += 1
+            if milliseconds(self._core, 1, LOOK_WORK) <= SLOW * fastest:
+                continue
+            said["slow"] += 1
+            # Looked for from the next core on, for neighbours may be slow by the same cause.
+            rest = sorted(self._allowed - {self._core}, key=lambda core: (core < self._core, core))
+            found = next((core for core in rest if milliseconds(core, 2) <= AS_FAST * fastest), None)
+            if found is not None:
+                self._move(found)
+                said["moves"] += 1
+
+    def _move(self, core: int) -> None:
+        self._core = core
+        self._apply({core}, set(self._allowed) - siblings(core) or set(self._allowed))
 
     def leave(self) -> None:
         """Let everything run everywhere again."""

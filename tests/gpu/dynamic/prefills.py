@@ -5,7 +5,7 @@
 
 The server says after every few steps how fast they were. What they took follows from that, more exactly than from when the line came.
 With --cells each cell is told, with what its host did (host_work.py): how long its scheduler ran, and waited for a core,
-and by what part that core (placement.py) was slower than the fastest, before and after.
+by what part that core (placement.py) was slower than the fastest, before and after, and how many of the looks at it found it slow.
 """
 
 from __future__ import annotations
@@ -65,12 +65,13 @@ def by_cell(records: Iterable[Mapping[str, Any]]) -> Iterator[tuple[Any, ...]]:
         yield *cell, ran / seconds, waited / seconds, stolen / seconds, *core(record.get("placement") or {})
 
 
-def core(placed: Mapping[str, float]) -> tuple[str, str]:
-    """Return the scheduler's core, and by what part it was slower than the fastest before and after."""
+def core(placed: Mapping[str, float]) -> tuple[str, str, str]:
+    """Return the scheduler's core, by what part it was slower than the fastest before and after, and how many looks found it slow."""
     if not placed:
-        return "–", "–"
-    fastest = placed["fastest_ms"]
-    return str(placed["core"]), f"{placed['ms'] / fastest - 1:.2f}, {placed['after_ms'] / fastest - 1:.2f}"
+        return "–", "–", "–"
+    fastest, looks = placed["fastest_ms"], placed.get("looks", 0)
+    slower = f"{placed['ms'] / fastest - 1:.2f}, {placed['after_ms'] / fastest - 1:.2f}"
+    return str(placed["core"]), slower, f"{placed['slow']} of {looks}" if looks else "–"
 
 
 def main() -> None:
@@ -81,10 +82,10 @@ def main() -> None:
     asked = parser.parse_args()
     lines = (asked.out / "records.jsonl").read_text(encoding="utf-8").splitlines()
     if asked.cells:
-        print("| pass | clients | arm | tok/s | scheduler ran | waited for a core | cores lost to others | core | slower by |")
-        print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
-        for number, level, arm, speed, ran, waited, stolen, place, slower in by_cell(map(json.loads, lines)):
-            print(f"| {number} | {level} | {arm} | {speed:,.0f} | {ran:.2f} | {waited:.3f} | {stolen:.2f} | {place} | {slower} |")
+        print("| pass | clients | arm | tok/s | scheduler ran | waited for a core | cores lost to others | core | slower by | found slow |")
+        print("| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |")
+        for number, level, arm, speed, ran, waited, stolen, place, slower, slow in by_cell(map(json.loads, lines)):
+            print(f"| {number} | {level} | {arm} | {speed:,.0f} | {ran:.2f} | {waited:.3f} | {stolen:.2f} | {place} | {slower} | {slow} |")
         return
     print(f"| clients | prefills | arm | median ms of {STEPS} steps | tenth to ninth tenth | stretches |")
     print("| --- | --- | --- | --- | --- | --- |")
