@@ -61,6 +61,10 @@ options:
     description: Server flags for every arm. True gives a bare flag, false or null leaves it out, a list gives several values.
     type: dict
     default: {}
+  launch_flags:
+    description: Server flags for this launch, over O(flags) in whichever spelling; what an arm or instance sets itself wins.
+    type: dict
+    default: {}
   environment:
     description: Environment variables for every arm; null takes one away.
     type: dict
@@ -254,6 +258,7 @@ def main() -> None:
             "models": {"type": "dict", "default": {}},
             "profile": {"type": "dict", "default": {}},
             "flags": {"type": "dict", "default": {}},
+            "launch_flags": {"type": "dict", "default": {}},
             "environment": {"type": "dict", "default": {}},
             "gpu_table": {"type": "dict", "default": {}},
             "host_gpus": {"type": "list", "elements": "dict"},
@@ -320,6 +325,7 @@ def _start(module: AnsibleModule, host: server_plan.Host) -> dict[str, Any]:
             models=asked["models"],
             profile=asked["profile"],
             flags=asked["flags"],
+            launch_flags=asked["launch_flags"],
             environment=asked["environment"],
             driver=asked["driver"],
             api_key=asked["api_key"],

@@ -43,6 +43,7 @@ class Host:
             "aerie_root": str(self.root),
             "aerie_results": str(self.results),
             "sglang_patches_sets": ["dynamic_speculation"],
+            "sglang_server_flags": {"decode_log_interval": 40},  # calibrating needs another, and says it in the other spelling
             "sglang_server_arms": {
                 "baseline": {"speculation": None},
                 "eagle3": {"speculation": SPECULATION},

@@ -262,6 +262,13 @@ def test_flags_and_variables_of_later_layers_win(bench):
     assert plan.environment["TRITON_CACHE_DIR"] == f"{bench.root}/caches/0.5.23-0123456789ab-580.95/triton"
 
 
+def test_a_launch_s_own_flags_win_over_common_ones_in_either_spelling_and_an_arm_s_over_both(bench):
+    common, launch = {"max_running_requests": 48}, {"max-running-requests": 4}
+    assert bench.plan(BASELINE, flags=common, launch_flags=launch).argv[-2:] == ("--max-running-requests", "4")
+    arm = {**BASELINE, "flags": {"max_running_requests": 7}}
+    assert bench.plan(arm, flags=common, launch_flags=launch).argv[-2:] == ("--max-running-requests", "7")
+
+
 def test_gpus_become_visible_devices_in_the_order_of_the_bus(bench):
     plan = bench.plan({**EAGLE3, "flags": {"tp-size": 2}}, instance={"gpus": [2, 3]})
     assert plan.environment["CUDA_VISIBLE_DEVICES"] == "2,3"

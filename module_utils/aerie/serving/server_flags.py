@@ -183,9 +183,10 @@ def command_line(parser: Parser, layers: Iterable[Layer]) -> CommandLine:
             elif argument.deprecated and not layer.owner and value not in (None, False):
                 warnings.append(f"{where}: deprecated in SGLang {parser.version}{_first_sentence(argument.help)}")
             if argument.dest in seen:
-                problems.append(f"{where} and --{seen[argument.dest]} are the same flag: write one of them")
+                spellings = [f"--{name.strip().lstrip('-')}" for name in (str(written), seen[argument.dest])]
+                problems.append(f"{layer.origin}: {' and '.join(spellings)} are the same flag: write one of them")
                 continue
-            seen[argument.dest] = plain(str(written))
+            seen[argument.dest] = str(written)
             if argument.dest in owned and not layer.owner:
                 problems.append(f"{where}: {owned[argument.dest]} and leave the flag out")
                 continue

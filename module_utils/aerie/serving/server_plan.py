@@ -69,6 +69,8 @@ class Request:
     models: Mapping[str, Mapping[str, Any]]
     profile: Mapping[str, Any]
     flags: Mapping[str, Any] = field(default_factory=dict)
+    launch_flags: Mapping[str, Any] = field(default_factory=dict)
+    """For this launch alone, over ``flags``; what arm or instance set themselves wins."""
     environment: Mapping[str, Any] = field(default_factory=dict)
     driver: str | None = None
     api_key: str | None = field(default=None, repr=False)
@@ -268,6 +270,7 @@ def plan(host: Host, request: Request) -> Plan:
         server_flags.Layer("Aerie", base, owner=True),
         server_flags.Layer(f"profile {request.profile.get('name', '')}", request.profile.get("flags") or {}, owner=True),
         server_flags.Layer("sglang_server_flags", request.flags),
+        server_flags.Layer("this launch", request.launch_flags),
         server_flags.Layer(f"arm {arm_name}", server_flags.speculation_flags(speculation, draft["path"] if draft else None), owner=True),
         server_flags.Layer(f"arm {arm_name}: dynamic", server_flags.dynamic_flags(dynamic), owner=True),
         server_flags.Layer(f"arm {arm_name}", request.arm.get("flags") or {}),
@@ -275,7 +278,7 @@ def plan(host: Host, request: Request) -> Plan:
     ]
     chosen = _gpu_settings(request, release, parser, layers, target, draft, warnings)
     layers.insert(2, server_flags.Layer("GPU settings", chosen.flags, owner=True))
-    layers.insert(4, server_flags.Layer(f"arm {arm_name}: options", chosen.option_flags, owner=True))
+    layers.insert(5, server_flags.Layer(f"arm {arm_name}: options", chosen.option_flags, owner=True))
     line = server_flags.command_line(parser, layers)
     problems += line.problems
     warnings += line.warnings
