@@ -30,6 +30,8 @@ AS_FAST = 1.05
 SLOW = 1.25
 """A core that takes this many times what the fastest took is left."""
 LOOK_SECONDS = 0.5
+AGAIN_SECONDS = 0.05
+"""A core that is slow for less than that is kept."""
 ROUNDS = 6
 WORK = 30_000
 """Additions of a round: about a millisecond."""
@@ -123,7 +125,7 @@ class Placement:
         fastest = said["fastest_ms"]
         while not ended.wait(LOOK_SECONDS):
             said["looks"] += 1
-            if milliseconds(self._core, 1, LOOK_WORK) <= SLOW * fastest:
+            if not self._is_slow(fastest) or ended.wait(AGAIN_SECONDS) or not self._is_slow(fastest):
                 continue
             said["slow"] += 1
             # Looked for from the next core on, for neighbours may be slow by the same cause.
@@ -132,6 +134,9 @@ class Placement:
             if found is not None:
                 self._move(found)
                 said["moves"] += 1
+
+    def _is_slow(self, fastest: float) -> bool:
+        return milliseconds(self._core, 1, LOOK_WORK) > SLOW * fastest
 
     def _move(self, core: int) -> None:
         self._core = core
