@@ -344,6 +344,15 @@ def test_an_option_is_set_told_and_part_of_what_defines_the_server(tmp_path):
     assert plan.definition != plain.definition
 
 
+@pytest.mark.parametrize(("own", "is_set"), [({}, True), ({"disable_custom_all_reduce": False}, False)])
+def test_an_option_wins_over_common_flags_and_a_launch_s_and_an_arm_s_own_flags_win_over_it(tmp_path, own, is_set):
+    other = {"disable-custom-all-reduce": False}
+    arm = {**BASELINE, "options": ["pcie_ipc_allreduce"], "flags": own}
+    models = make_models(tmp_path, target=MLA)
+    plan = planned(tmp_path / "a", arm, flags={"tp-size": 2, **other}, launch_flags=other, models=models)
+    assert ("--disable-custom-all-reduce" in plan.argv) is is_set
+
+
 def test_gpus_that_nobody_knows_are_warned_about(tmp_path):
     plan = planned(tmp_path, host_gpus=())
     assert plan.gpu_settings == ()

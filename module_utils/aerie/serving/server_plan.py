@@ -266,19 +266,22 @@ def plan(host: Host, request: Request) -> Plan:
         )
     if not target:
         del base["model-path"]
-    layers = [
+    # From general to special. What GPUs need follows from all that is asked for, and comes beneath what people set.
+    given = [
         server_flags.Layer("Aerie", base, owner=True),
         server_flags.Layer(f"profile {request.profile.get('name', '')}", request.profile.get("flags") or {}, owner=True),
-        server_flags.Layer("sglang_server_flags", request.flags),
-        server_flags.Layer("this launch", request.launch_flags),
+    ]
+    common = [server_flags.Layer("sglang_server_flags", request.flags), server_flags.Layer("this launch", request.launch_flags)]
+    own = [
         server_flags.Layer(f"arm {arm_name}", server_flags.speculation_flags(speculation, draft["path"] if draft else None), owner=True),
         server_flags.Layer(f"arm {arm_name}: dynamic", server_flags.dynamic_flags(dynamic), owner=True),
         server_flags.Layer(f"arm {arm_name}", request.arm.get("flags") or {}),
         server_flags.Layer(f"instance {request.name}", request.instance.get("flags") or {}),
     ]
-    chosen = _gpu_settings(request, release, parser, layers, target, draft, warnings)
-    layers.insert(2, server_flags.Layer("GPU settings", chosen.flags, owner=True))
-    layers.insert(5, server_flags.Layer(f"arm {arm_name}: options", chosen.option_flags, owner=True))
+    chosen = _gpu_settings(request, release, parser, [*given, *common, *own], target, draft, warnings)
+    needed = server_flags.Layer("GPU settings", chosen.flags, owner=True)
+    options = server_flags.Layer(f"arm {arm_name}: options", chosen.option_flags, owner=True)
+    layers = [*given, needed, *common, options, *own]
     line = server_flags.command_line(parser, layers)
     problems += line.problems
     warnings += line.warnings
