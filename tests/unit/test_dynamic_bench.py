@@ -558,3 +558,78 @@ def test_a_switch_costs_what_its_steps_would_not_have_taken_in_either_mode_alone
     returns = named("returns")
     assert returns.cost({**alone, "both": both}) == pytest.approx(4.0)
     assert "costs 4.00 ms (4.00 to 4.00 in 1 passes, 40 switches); a plain step takes 5.00 ms" in returns.said([{**alone, "both": both}])
+
+
+# What the host does for a step
+
+
+def test_steps_are_sorted_by_what_was_before_them_and_those_without_a_full_load_left_out():
+    host_time = named("host_time")
+    step = {"mode": "DECODE", "requests": 10, "choosing": 1.0, "before the model": 2.0, "running": 3.0, "reading": 4.0}
+    prompt = {"mode": "EXTEND", "requests": 1, "choosing": 10.0, "running": 30.0}
+    few = {**step, "requests": 5}
+    told = [few, few, prompt, step, step, {**step, "choosing": 7.0}, prompt, prompt, {**step, "choosing": 9.0}, few, step]
+    found = host_time.samples(told, 10)
+    assert found["a step after a step", "choosing"] == [1.0, 7.0, 1.0]
+    assert found["a prefill", "choosing"] == [10.0], "of a second prefill in a row the time is another"
+    assert found["a prefill", "reading"] == [0.0]
+    assert found["a step after a prefill", "choosing"] == [1.0, 9.0]
+    many = {key: 5 * values for key, values in found.items()}
+    slower = {key: [value + 0.6 for value in values] for key, values in many.items()}
+    assert "| a step after a step | running | 3 (15) | 4 (15) | +1 |" in host_time.table({"baseline": many, "dynamic": slower})
+    assert "| a prefill | running" not in host_time.table({"baseline": many, "dynamic": slower}), "five of them say little"
+
+
+def test_the_spy_writes_what_a_step_took_without_the_model(tmp_path):
+    sys.path.insert(0, str(HERE / "site"))
+    try:
+        spy = importlib.import_module("host_time_spy")
+    finally:
+        sys.path.remove(str(HERE / "site"))
+    now = [0.0]
+    spy.clock = lambda: now[0]
+
+    def taking(seconds: float, *inside: Callable[[], None]) -> None:
+        now[0] += seconds
+        for one in inside:
+            one()
+
+    class ModelRunner:
+        def forward(self, deeper: bool = True) -> None:
+            taking(100.0, *([lambda: self.forward(False)] if deeper else []))
+
+    class Writer:
+        def write(self) -> None:
+            taking(1000.0)
+
+    class Scheduler:
+        def get_next_batch_to_run(self) -> None:
+            taking(1.0)
+
+        def run_batch(self, batch: Any) -> None:  # noqa: ARG002 (as it is called)
+            taking(2.0, ModelRunner().forward, Writer().write, lambda: taking(4.0))
+
+        def process_batch_result(self) -> None:
+            taking(8.0)
+
+    module = ModuleType("made up")
+    vars(module).update(ModelRunner=ModelRunner, Writer=Writer, Scheduler=Scheduler)
+    written = tmp_path / "host_time.jsonl"
+    for change in (spy.models, spy.draft, spy.scheduler(written)):
+        change(module)
+    scheduler = Scheduler()
+    batch = type("Batch", (), {"reqs": [1, 2], "forward_mode": type("Mode", (), {"name": "DECODE"})})
+    for _ in range(3):
+        scheduler.get_next_batch_to_run()
+        scheduler.run_batch(batch)
+        scheduler.process_batch_result()
+    first, second = (json.loads(line) for line in written.read_text().splitlines())
+    assert first == second
+    assert {key: value for key, value in first.items() if key in {"mode", "requests"}} == {"mode": "DECODE", "requests": 2}
+    assert {part: first[part] / 1e6 for part in ("choosing", "before the model", "running", "reading", "model")} == {
+        "choosing": 1.0,
+        "before the model": 2.0,
+        "running": 6.0,
+        "reading": 8.0,
+        "model": 200.0,
+    }

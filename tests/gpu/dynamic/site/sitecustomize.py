@@ -5,6 +5,7 @@ AERIE_TEST_NATIVE names layers that run as torch's own operators, in all servers
 for heads of 32). Attention, projections and sampling stay.
 AERIE_TEST_STEPS=FILE makes the worker write its decode steps, as tests/e2e/cpu_server has it, but only while FILE.on exists: to write them
 it waits for the GPU, which would hide an error of order between streams.
+AERIE_TEST_HOST_TIME=1 has the scheduler write what its thread did for each step (host_time_spy), beside the instance's log.
 """
 
 from __future__ import annotations
@@ -52,3 +53,10 @@ if spec is not None and spec.loader is not None:
         shared.CHANGES["sglang.srt.layers.utils.multi_platform"] = run_natively
     if os.environ.get("AERIE_TEST_STEPS"):
         shared.CHANGES[shared.WORKER] = write_steps_while_asked
+    if os.environ.get("AERIE_TEST_HOST_TIME"):
+        import host_time_spy
+
+        written = Path(os.environ["AERIE_ROOT"]) / "instances" / os.environ["AERIE_INSTANCE"] / "host_time.jsonl"
+        shared.CHANGES[host_time_spy.SCHEDULER] = host_time_spy.scheduler(written)
+        shared.CHANGES[host_time_spy.RUNNER] = host_time_spy.models
+        shared.CHANGES[host_time_spy.DRAFT] = host_time_spy.draft
