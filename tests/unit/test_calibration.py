@@ -164,6 +164,20 @@ def test_what_thresholds_lose_is_told_by_level():
     assert by_level[64]["after"] == {"mode": PLAIN, "of_better": 1.0}
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "levels"),
+    [
+        ((20, 18), (30, 28), [8, 16, 26, 32]),  # apart at 26 alone
+        ((64, 64), (20, 18), [8, 16, 26, 64]),  # apart at 26 to 64, most at 64
+        ((30, 28), (26, 24), [8, 16, 30, 64]),  # nowhere surely apart: both sides
+    ],
+)
+def test_thresholds_are_measured_against_each_other_where_their_modes_differ(before, after, levels):
+    ratios = {8: 1.4, 16: 1.25, 26: 1.1, 30: 1.01, 32: 0.97, 64: 0.65}
+    points = [calibration.Point(size, ratio, None, None, ratio, 3, 100.0, 100.0 * ratio, "steps") for size, ratio in ratios.items()]
+    assert calibration.levels_to_confirm(points, calibration.Thresholds(*before), calibration.Thresholds(*after)) == levels
+
+
 def test_upstreams_adaptive_gets_slots_at_the_same_sizes():
     limits = calibration.Thresholds(48, 40)
     assert calibration.adaptive_config(limits, 3, 128) == {"1": {"candidate_steps": [3]}, "49": {"candidate_steps": [0]}}

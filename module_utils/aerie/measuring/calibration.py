@@ -424,6 +424,24 @@ def chosen(point: Point, high: int | None, low: int | None, buckets: Sequence[in
     return "either", min(share.values())
 
 
+def levels_to_confirm(
+    points: Sequence[Point], before: Thresholds, after: Thresholds, buckets: Sequence[int] | None = None, most: int = 4
+) -> list[int]:
+    """Return where thresholds are worth measuring against each other, ``most`` of the levels that were measured.
+
+    First of all the level at which they choose different modes and that makes the largest difference; then those next to the new
+    thresholds and both ends, where nothing should change.
+    """
+    modes = {point: [chosen(point, one.high, one.low, buckets)[0] for one in (before, after)] for point in points}
+    apart = [point for point, (old, new) in modes.items() if {old, new} == {PLAIN, SPECULATIVE}]
+    apart.sort(key=lambda point: abs(math.log(point.fitted)), reverse=True)
+    levels = [point.concurrency for point in points]
+    below = [one for one in levels if one <= min(after.low, before.low)]
+    above = [one for one in levels if one > after.high]
+    wanted = [*(point.concurrency for point in apart[:1]), *above[:1], *below[-1:], levels[0], levels[-1]]
+    return sorted(list(dict.fromkeys(wanted))[:most])
+
+
 def adaptive_config(found: Thresholds, steps: int, most: int) -> dict[str, Any]:
     """Return the same for SGLang's own adaptive speculation, the file of ``--speculative-adaptive-config``.
 

@@ -138,17 +138,14 @@ class _Sweep:
         }
 
     def _confirm(self, clients: preloaded_client.Clients) -> None:
-        """Meet the thresholds before and after in pairs of windows, at levels on either side of them."""
+        """Meet the thresholds before and after in pairs of windows, where they choose different modes and on either side of that."""
         found = calibration.estimate(self._levels, self._job.settings.seed)
-        after = asdict(calibration.thresholds(found, self._most, self._sizes))
-        before = dict(self._job.before or {"high": self._most, "low": self._most})
+        after = calibration.thresholds(found, self._most, self._sizes)
+        before = calibration.Thresholds(**(self._job.before or {"high": self._most, "low": self._most}))
         if after == before:
             return
-        told = {BEFORE: {**before, "force": None}, AFTER: {**after, "force": None}}
-        measured = [point.concurrency for point in found.points]
-        below = [one for one in measured if one <= min(after["low"], before["low"])][-1:]
-        above = [one for one in measured if one > after["high"]]
-        for level in sorted({measured[0], *below, *above[:1], measured[-1]})[:CONFIRMED_LEVELS]:
+        told = {BEFORE: {**asdict(before), "force": None}, AFTER: {**asdict(after), "force": None}}
+        for level in calibration.levels_to_confirm(found.points, before, after, self._sizes, CONFIRMED_LEVELS):
             self._measure(clients, level, Modes(AFTER, BEFORE, told, forced=False), f"confirm-c{level}")
 
     def _measure(self, clients: preloaded_client.Clients, level: int, modes: Modes, name: str) -> None:
