@@ -213,6 +213,23 @@ def test_what_is_allocated_ahead_is_no_more_than_what_a_plain_step_takes_for_gra
     assert "kv_committed_len" not in body.replace("r.kv_committed_len + double_alloc", ""), "nothing is counted there"
 
 
+def test_a_prepared_prompt_owns_its_positions_and_gives_back_what_it_owns_beyond(sources):
+    prepared = sources.find(SRT + "managers/schedule_batch.py", "ScheduleBatch", "prepare_for_extend")
+    assert not any(isinstance(one, ast.Return) for one in ast.walk(prepared)), "what is hooked in at its end is always reached"
+    body = ast.unparse(prepared)
+    assert "alloc_for_extend(self)" in body
+    for name in ("chunked_req", "enable_overlap", "seq_lens_cpu", "token_to_kv_pool_allocator"):
+        assert f"    {name}: " in ast.unparse(sources.find(SRT + "managers/schedule_batch.py", "ScheduleBatch"))
+    allocation = next(
+        SRT + "mem_cache/" + name for name in ("allocation.py", "common.py") if sources.release.read(SRT + "mem_cache/" + name)
+    )
+    owned = body + ast.unparse(sources.find(allocation, "alloc_for_extend"))
+    assert "kv_allocated_len = seq_len" in owned
+    assert "kv_committed_len = seq_len" in owned
+    released = ast.unparse(sources.find(SRT + "mem_cache/common.py", "release_kv_cache"))
+    assert "overalloc" in released
+
+
 def test_the_prefix_cache_never_takes_a_requests_last_position(sources):
     """Its draft K and V are made of the token after it, too: with EAGLE keys are pairs of tokens, one fewer than tokens."""
     builder = SRT + "mem_cache/kv_cache_builder.py"

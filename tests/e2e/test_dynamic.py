@@ -285,6 +285,7 @@ def test_the_draft_proposes_after_a_return_what_it_would_have_proposed_and_as_mu
     assert sum(after[key].since_return is not None for key in shared) >= 300
     state = host.other.state()
     assert state["fills"] >= 10, "prompts that the draft never ran for"
+    assert state["reserved_prompts"] >= 10, "prompts whose first plain steps found their slots"
     assert state["spared_allocations"] >= 100
     assert len(other) <= len(shared) // 500, f"{len(other)} of {len(shared)} proposals differ, such as {other[:3]}"
     at_the_same_places, overall = acceptance(never_off, after)
@@ -385,6 +386,7 @@ def test_what_the_server_says_of_its_mode_is_what_it_did(host, dynamic, cases):
     assert abs(asked.switches - client.crossings(asked.steps)) <= 1
     for kind, plain in (("plain", True), ("speculative", False)):
         assert after["steps"][kind] - before["steps"][kind] == sum(step.plain is plain for step in asked.steps)
+    assert 0 < after["resumes"] - before["resumes"] <= asked.switches // 2 + 1, "the draft catches up once for each return"
     dynamic.change(flip_every=0, force="plain")
     ask(host, cases[:2], [1])
     assert dynamic.state()["mode"] == "plain"

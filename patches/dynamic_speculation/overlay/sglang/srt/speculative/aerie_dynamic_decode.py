@@ -23,7 +23,6 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import torch
 from sglang.srt.speculative import aerie_dynamic_control
 from sglang.srt.speculative.aerie_dynamic_draft import FLUSH_AT, Backlog, Prompts, Step, Writer
@@ -36,7 +35,10 @@ CATCH_UPS = ("exact", "extend", "none")
 CAPTURE = "AERIE_DYNAMIC_CAPTURE"
 DRAFT = "LlamaForCausalLMEagle3"
 POOLS = ("MHATokenToKVPool", "MLATokenToKVPool")
-UNKNOWN = -1
+UNKNOWN = -(1 << 40)
+"""A length that the host does not know: with one of these, a sum of lengths is negative."""
+SPARE = 2
+"""Slots of a request that a step after a step leaves for those after prefills."""
 BACKEND_NAMES = ("prefill_attention_backend_str", "decode_attention_backend_str")
 READ_DONE = ("shared_read_done_event", "war_fastpath_read_done_event")  # from 0.5.18, and up to 0.5.17
 
@@ -56,6 +58,11 @@ def start(worker: Any) -> None:
     if found:
         raise ValueError("\n".join(found))
     live = DynamicDecode(worker, control)
+
+
+def prompts_prepared(batch: Any) -> None:
+    if live is not None:
+        live.reserve(batch)
 
 
 def prefill(batch: Any) -> None:
@@ -226,14 +233,17 @@ class DynamicDecode:
         )
         self.ones = torch.ones(rows, dtype=torch.int32, device=device)
         self.places = torch.arange(rows, dtype=torch.int32, device=device).unsqueeze(1)
-        # On the host: which rows were decoded plainly since they were drafted for, and how long they are, where that is known
-        self.stale = np.zeros(rows, dtype=bool)
-        self.lengths = np.full(rows, UNKNOWN, dtype=np.int64)
-        self.known = self.pulled = self.resumes = self.resumed_rows = self.fills = self.spared = 0
+        # On the host: which rows were decoded plainly since they were drafted for, and how long they are, where that is known. A step's
+        # own code is cold each time, so that a first call into NumPy takes tens of microseconds: sets, and torch, which runs anyway.
+        self.stale: set[int] = set()
+        self.lengths = torch.full((rows,), UNKNOWN, dtype=torch.int64)
+        self.is_any_known = False
+        self.known = self.pulled = self.resumes = self.resumed_rows = self.fills = self.spared = self.reserved = 0
         self.width = worker.speculative_num_draft_tokens
-        self.reserve = 4 * (self.width + worker.speculative_num_steps)  # slots; no less than what SGLang allocates ahead for a request
+        self.most_ahead = 4 * (self.width + worker.speculative_num_steps)  # slots; no less than what SGLang allocates ahead for a request
+        self.first_slots = torch.arange(2 * self.width, device=device)
         self.is_next_plain: bool | None = None  # of the step that was prepared and not made yet
-        self.was_plain = False
+        self.was_plain = self.was_prefill = False
         self.running = 0
         self.is_relay_made = False
         verify = self.target.decode_cuda_graph_runner
@@ -288,15 +298,43 @@ class DynamicDecode:
 
     # Steps
 
+    def reserve(self, batch: Any) -> None:
+        """Give prompts the slots of their first plain steps, before they are computed.
+
+        After a prefill the host is late, and each request that lacks slots would have the next step allocate for all of them, while the
+        GPU has nothing to do. Where this is left out, that happens.
+        """
+        allocator, lengths, count = batch.token_to_kv_pool_allocator, batch.seq_lens_cpu, len(self.first_slots)
+        is_ours = batch.enable_overlap and batch.forward_mode.name == "EXTEND" and batch.chunked_req is None and lengths is not None
+        if not is_ours or allocator.page_size != 1:
+            return
+        size = len(batch.reqs)
+        running = self.running + size
+        if not self.control.policy.expects_plain(self.padded(running)) or running * self.most_ahead > allocator.available_size():
+            return
+        owners = [_kv_of(req) for req in batch.reqs]
+        if [one.kv_allocated_len for one in owners] != lengths.tolist():
+            return  # they own more than what is computed, such as a session's
+        slots = allocator.alloc(size * count)
+        if slots is None:
+            return
+        places = batch.seq_lens.unsqueeze(1) + self.first_slots
+        self.table[batch.req_pool_indices.unsqueeze(1), places] = slots.view(size, count).to(self.table.dtype)
+        for one in owners:
+            one.kv_allocated_len += count
+        self.reserved += size
+
     def prefill(self, batch: Any) -> None:
         """Rows are given to requests anew, or go on being filled: their lengths are known."""
-        if batch.req_pool_indices_cpu is not None:
-            rows = batch.req_pool_indices_cpu.numpy()
-            self.lengths[rows] = UNKNOWN if batch.seq_lens_cpu is None else batch.seq_lens_cpu.numpy()
+        self.was_prefill = True
+        if batch.req_pool_indices_cpu is None:
+            return
+        self.lengths[batch.req_pool_indices_cpu] = UNKNOWN if batch.seq_lens_cpu is None else batch.seq_lens_cpu.to(torch.int64)
+        self.is_any_known = True
 
-    def owe_nothing(self, batch: Any, rows: np.ndarray) -> None:
+    def owe_nothing(self, batch: Any, rows: list[int]) -> None:
         self.backlog.slots.index_fill_(0, batch.req_pool_indices, 0)
-        self.stale[rows] = False
+        self.stale.difference_update(rows)
 
     def fill(self, batch: Any, hidden: Any, next_ids: torch.Tensor, embeddings: Any) -> Any:
         """Take prompts into the backlog, where the next step is a plain one: the draft need not run for them.
@@ -306,8 +344,10 @@ class DynamicDecode:
         """
         if not self.is_fill(batch, hidden, embeddings):
             self.backlog.flush()
-            if batch.req_pool_indices_cpu is not None and self.stale[rows := batch.req_pool_indices_cpu.numpy()].any():
-                self.owe_nothing(batch, rows)  # of the requests that had these rows before
+            if self.stale and batch.req_pool_indices_cpu is not None:
+                rows_before = batch.req_pool_indices_cpu.tolist()
+                if not self.stale.isdisjoint(rows_before):
+                    self.owe_nothing(batch, rows_before)  # of the requests that had these rows before
             return None
         from sglang.srt.speculative.eagle_info import EagleDraftInput
 
@@ -315,7 +355,7 @@ class DynamicDecode:
         tails = _tail_tokens(batch, next_ids)
         prompts = Prompts(batch.input_ids, tails, batch.out_cache_loc, rows, list(batch.prefix_lens), list(batch.extend_lens))
         self.backlog.add(prompts, hidden)
-        self.stale[rows] = True
+        self.stale.update(rows.tolist())
         self.fills += 1
         return EagleDraftInput(bonus_tokens=next_ids)
 
@@ -331,13 +371,14 @@ class DynamicDecode:
 
     def decode_fits(self, batch: Any) -> bool:
         allocator = batch.token_to_kv_pool_allocator
-        return bool(len(batch.reqs) * (self.reserve + allocator.page_size) <= allocator.available_size())
+        return bool(len(batch.reqs) * (self.most_ahead + allocator.page_size) <= allocator.available_size())
 
     def prepare(self, batch: Any) -> bool:
         """Decide what the next step is, and say whether it is a plain one for which nothing has to be allocated.
 
         SGLang tops up what each request owns before each step, to what two verifications may take. A plain step takes one slot, so that
-        most find theirs allocated. What the host counts as committed lacks the step that is being computed.
+        most find theirs allocated. What the host counts as committed lacks the step that is being computed. Between two steps, where the
+        host is ahead, some more have to be there than after a prefill, where it is late.
         """
         size = len(batch.reqs)
         if not size:
@@ -345,10 +386,10 @@ class DynamicDecode:
         self.is_next_plain = self.control.decide(self.padded(size))
         if not self.is_next_plain or batch.sampling_info.penalizer_orchestrator.is_required:
             return False
-        needed = 1 + (1 if self.was_plain else self.width)
-        for req in batch.reqs:
-            kv = getattr(req, "kv", req)  # from 0.5.19 beside the request
-            if kv.kv_allocated_len < kv.kv_committed_len + needed:
+        needed = 1 + (1 if self.was_plain else self.width) + (0 if self.was_prefill else SPARE)
+        owners = [req.kv for req in batch.reqs] if hasattr(batch.reqs[0], "kv") else batch.reqs
+        for one in owners:
+            if one.kv_allocated_len < one.kv_committed_len + needed:
                 return False
         for req in batch.reqs:
             req.decode_batch_idx += 1
@@ -359,42 +400,42 @@ class DynamicDecode:
         draft_input = batch.spec_info
         if batch.forward_mode.is_idle() or draft_input is None or draft_input.is_verify_input():
             return None
-        rows = batch.req_pool_indices_cpu.numpy()
         decided, self.is_next_plain = self.is_next_plain, None
-        self.running = len(rows)
-        self.was_plain = self.control.decide(self.padded(len(rows))) if decided is None else decided
+        self.running, self.was_prefill = len(batch.reqs), False
+        self.was_plain = self.control.decide(self.padded(self.running)) if decided is None else decided
         if not self.was_plain:
-            self.lengths[rows] = UNKNOWN  # how much is accepted is known later
+            if self.is_any_known:
+                self.lengths.fill_(UNKNOWN)  # how much is accepted is known later
+                self.is_any_known = False
             return None
         if (found := profiler()) is not None:
             found.interrupted()
-        return self.decode(batch, rows, on_publish, grammar_barrier)
+        return self.decode(batch, on_publish, grammar_barrier)
 
     def padded(self, size: int) -> int:
         """Return the batch size that a verification of ``size`` requests is computed with."""
         place = bisect.bisect_left(self.verify_sizes, size)
         return self.verify_sizes[place] if place < len(self.verify_sizes) else size
 
-    def decode(
-        self, batch: Any, rows: np.ndarray, on_publish: Callable[[Any], None] | None, grammar_barrier: Callable[[], None] | None
-    ) -> Any:
+    def decode(self, batch: Any, on_publish: Callable[[Any], None] | None, grammar_barrier: Callable[[], None] | None) -> Any:
         """Run the target's decode. The scheduler takes back what is changed in ``batch`` here (its _forward_isolation)."""
         from sglang.srt.model_executor.forward_batch_info import ForwardMode
         from sglang.srt.speculative.eagle_info import EagleDraftInput
 
         target, draft_input = self.target, batch.spec_info
-        size, before, row_indices = len(rows), batch.seq_lens, batch.req_pool_indices
-        known = self.lengths[rows]
-        before_cpu = batch.seq_lens_cpu
-        if before_cpu is None and (known != UNKNOWN).all():
-            before_cpu = torch.from_numpy(known)
+        rows, row_indices, before, before_cpu = batch.req_pool_indices_cpu, batch.req_pool_indices, batch.seq_lens, batch.seq_lens_cpu
+        size, before_sum = len(rows), batch.seq_lens_sum
+        if before_cpu is None:
+            known = self.lengths[rows]
+            if int(known.sum()) >= 0:
+                before_cpu = known
         batch.input_ids = draft_input.bonus_tokens.to(torch.int64)
         batch.out_cache_loc = self.table[row_indices, before].to(torch.int64)  # allocated ahead, for several tokens at once
         batch.seq_lens = after = before + 1
         batch.seq_lens_cpu = batch.seq_lens_sum = None
         if before_cpu is not None:
             batch.seq_lens_cpu = before_cpu + 1
-            batch.seq_lens_sum = int(batch.seq_lens_cpu.sum())
+            batch.seq_lens_sum = (int(before_cpu.sum()) if before_sum is None else before_sum) + size
         batch.spec_info = None  # to attention backends, a decode with one is the draft's
         batch.forward_mode = ForwardMode.DECODE
         forward_batch = new_forward_batch(batch, target)
@@ -416,11 +457,12 @@ class DynamicDecode:
             ids = ids.to(torch.int32)  # beside what verifications gave
         if batch.return_logprob and logits.next_token_logprobs is not None:
             logits.next_token_logprobs = logits.next_token_logprobs.view(size, 1)
-        self.backlog.add(Step(ids, after, batch.out_cache_loc, rows), hidden)
+        self.backlog.add(Step(ids, after, batch.out_cache_loc, rows.numpy()), hidden)
         self.backlog.flush_if_due()  # the step is launched, the host has time
 
-        self.stale[rows] = True
-        self.lengths[rows] = np.where(known == UNKNOWN, UNKNOWN, known + 1) if before_cpu is None else batch.seq_lens_cpu.numpy()
+        self.stale.update(rows.tolist())
+        self.lengths[rows] = torch.where(known == UNKNOWN, UNKNOWN, known + 1) if before_cpu is None else batch.seq_lens_cpu.to(torch.int64)
+        self.is_any_known = True
         self.hand_over_read_done()
         carried = {}
         if not is_relayed:
@@ -465,25 +507,25 @@ class DynamicDecode:
     def resolve_lengths(self, future_map: Any, batch: Any) -> bool:
         """Set a batch's lengths from what the host knows: a plain step adds one token, so that no step has to be waited for."""
         rows = getattr(batch.spec_info, "future_indices", None)
-        if rows is None or not (future_map.needs_cpu_seq_lens or self.is_next_plain):
+        if rows is None or not (self.is_next_plain or (self.was_plain and future_map.needs_cpu_seq_lens)):
             return False
-        known = self.lengths[batch.req_pool_indices_cpu.numpy()]
-        if not len(known) or (known == UNKNOWN).any():
+        lengths = self.lengths[batch.req_pool_indices_cpu]
+        total = int(lengths.sum())
+        if total <= 0:
             self.pulled += 1
             return False
         self.known += 1
         if hasattr(future_map, "_publish_fresh"):
             future_map._publish_fresh = False
-        lengths = torch.from_numpy(known)
         batch.seq_lens_cpu = lengths
-        batch.seq_lens_sum = int(known.sum())
+        batch.seq_lens_sum = total
         # Neither the host nor the stream waits for the step before.
         batch.seq_lens = lengths.clone() if rows.device.type == "cpu" else lengths.pin_memory().to(rows.device, non_blocking=True)
         if sys.modules[type(future_map).__module__]._DEBUG_ASSERT:
             if future_map.publish_ready is not None:
                 future_map.publish_ready.wait()
             if not torch.equal(published := future_map.new_seq_lens_buf[rows].cpu(), lengths):
-                raise AssertionError(f"lengths are {published.tolist()}, and not {known.tolist()}")
+                raise AssertionError(f"lengths are {published.tolist()}, and not {lengths.tolist()}")
         return True
 
     # Back to speculation
@@ -492,9 +534,11 @@ class DynamicDecode:
         if batch.forward_mode.is_idle() or batch.req_pool_indices_cpu is None:
             return
         self.backlog.flush()
-        rows = batch.req_pool_indices_cpu.numpy()
-        stale = self.stale[rows]
-        if not stale.any():
+        if not self.stale:
+            return
+        rows = batch.req_pool_indices_cpu.tolist()
+        stale = self.stale.intersection(rows)
+        if not stale:
             return
         if self.catch_up != "none":
             if (found := profiler()) is not None:
@@ -503,7 +547,7 @@ class DynamicDecode:
             if found is not None:
                 found.mark("kv")
             self.resumes += 1
-            self.resumed_rows += int(stale.sum())
+            self.resumed_rows += len(stale)
         self.owe_nothing(batch, rows)
 
     def resume(self, batch: Any) -> None:
@@ -559,9 +603,15 @@ class DynamicDecode:
             "host_known_lengths": {"known": self.known, "pulled": self.pulled},
             "resumes": self.resumes,
             "resumed_rows": self.resumed_rows,
+            "reserved_prompts": self.reserved,
             "spared_allocations": self.spared,
-            "stale_rows": int(self.stale.sum()),
+            "stale_rows": len(self.stale),
         }
+
+
+def _kv_of(req: Any) -> Any:
+    """Return what counts a request's slots: from 0.5.19 it is beside the request."""
+    return getattr(req, "kv", req)
 
 
 @functools.cache
