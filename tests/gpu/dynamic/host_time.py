@@ -8,7 +8,8 @@ A GPU waits for the host after a prefill, and in each step that is the host's (f
 server and not by the other is what it loses. Parts: choosing what is run next; running it, without the model and without the draft's K
 and V, and what of that comes before the model; the model, on a GPU its launches; reading the results of the step before, waiting for them
 included on a GPU. Where one server's model is slower than the other's on a CPU, so is all else: a launch has its luck. Code that runs
-once a step is cold, and a loop around it tells little. Each pass loads one server after the other, in random order. OUT gets host_time.json.
+once a step is cold, and a loop around it tells little. Each pass loads one server after the other, in random order.
+OUT gets host_time.json.
 """
 
 from __future__ import annotations
