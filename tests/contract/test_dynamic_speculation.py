@@ -230,6 +230,16 @@ def test_a_prepared_prompt_owns_its_positions_and_gives_back_what_it_owns_beyond
     assert "overalloc" in released
 
 
+def test_a_prefix_cache_says_what_it_can_give_up_and_gives_it_up_when_asked(sources):
+    base = sources.find(SRT + "mem_cache/base_prefix_cache.py", "BasePrefixCache", "evictable_size")
+    assert "return 0" in ast.unparse(base), "one that holds nothing"
+    assert "return self.evictable_size_" in ast.unparse(sources.find(SRT + "mem_cache/radix_cache.py", "RadixCache", "evictable_size"))
+    assert sources.parameters(SRT + "mem_cache/common.py", "evict_from_tree_cache") == ["tree_cache", "num_tokens"]
+    checked = ast.unparse(sources.find(SRT + "managers/schedule_batch.py", "ScheduleBatch", "check_decode_mem"))
+    assert "self.tree_cache" in checked
+    assert "num_tokens" in checked
+
+
 def test_the_prefix_cache_never_takes_a_requests_last_position(sources):
     """Its draft K and V are made of the token after it, too: with EAGLE keys are pairs of tokens, one fewer than tokens."""
     builder = SRT + "mem_cache/kv_cache_builder.py"

@@ -103,13 +103,25 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
         made.run("playbooks/stop.yml", "-e", "aerie_lease_break=true")
 
 
-def test_what_waits_for_the_draft_is_written_as_if_each_position_had_been_at_once(host: Host) -> None:
-    script = Path(__file__).with_name("dynamic_backlog.py")
+def in_release(host: Host, script: str) -> str:
+    """Run a script beside this one in the release's Python, and return what it prints."""
     environment = {**os.environ, "SGLANG_USE_CPU_ENGINE": "1"}
-    done = subprocess.run([host.root / "current/bin/python", script], capture_output=True, text=True, check=False, env=environment)
+    command = [host.root / "current/bin/python", Path(__file__).with_name(script)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 0, done.stderr[-2000:]
-    said = re.fullmatch(r"compared (\d+) positions of plain steps, in (\d+) flushes\s*", done.stdout)
-    assert said and int(said[1]) > 10_000 and int(said[2]) > 500, done.stdout
+    return done.stdout
+
+
+def test_what_waits_for_the_draft_is_written_as_if_each_position_had_been_at_once(host: Host) -> None:
+    printed = in_release(host, "dynamic_backlog.py")
+    said = re.fullmatch(r"compared (\d+) positions of plain steps, in (\d+) flushes\s*", printed)
+    assert said and int(said[1]) > 10_000 and int(said[2]) > 500, printed
+
+
+def test_prompts_own_the_slots_of_their_first_steps_and_no_slot_is_lost_or_has_two_owners(host: Host) -> None:
+    printed = in_release(host, "dynamic_slots.py")
+    said = re.fullmatch(r"(\d+) prompts, (\d+) of (\d+) steps after one and (\d+) of (\d+) in all found their slots\s*", printed)
+    assert said and int(said[3]) > 500 and int(said[4]) < int(said[5]), printed
 
 
 # What is asked

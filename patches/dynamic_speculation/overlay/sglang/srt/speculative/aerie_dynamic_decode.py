@@ -37,6 +37,8 @@ DRAFT = "LlamaForCausalLMEagle3"
 POOLS = ("MHATokenToKVPool", "MLATokenToKVPool")
 UNKNOWN = -(1 << 40)
 """A length that the host does not know: with one of these, a sum of lengths is negative."""
+GIVES_UP = 0.25
+"""The share of what the prefix cache holds for nobody that it may give up at once, so that steps need not ask it one by one."""
 SPARE = 2
 """Slots of a request that a step after a step leaves for those after prefills."""
 BACKEND_NAMES = ("prefill_attention_backend_str", "decode_attention_backend_str")
@@ -222,7 +224,8 @@ class DynamicDecode:
         self.catch_up = catch_up()
         rows, device = self.table.shape[0], self.table.device
         # A hierarchical cache copies K and V elsewhere when a request ends: nothing may wait then.
-        is_copied = getattr(aerie_dynamic_control.resolved(worker.server_args), "enable_hierarchical_cache", False)
+        is_copied = bool(getattr(aerie_dynamic_control.resolved(worker.server_args), "enable_hierarchical_cache", False))
+        self.may_evict = not is_copied  # there it takes a while
         self.backlog = Backlog(
             Writer(worker.draft_worker.draft_runner),
             rows,
@@ -310,7 +313,7 @@ class DynamicDecode:
             return
         size = len(batch.reqs)
         running = self.running + size
-        if not self.control.policy.expects_plain(self.padded(running)) or running * self.most_ahead > allocator.available_size():
+        if not self.control.policy.expects_plain(self.padded(running)) or not self.has_room(batch, running):
             return
         owners = [_kv_of(req) for req in batch.reqs]
         if [one.kv_allocated_len for one in owners] != lengths.tolist():
@@ -370,8 +373,24 @@ class DynamicDecode:
         )
 
     def decode_fits(self, batch: Any) -> bool:
-        allocator = batch.token_to_kv_pool_allocator
-        return bool(len(batch.reqs) * (self.most_ahead + allocator.page_size) <= allocator.available_size())
+        return self.has_room(batch, len(batch.reqs))
+
+    def has_room(self, batch: Any, size: int) -> bool:
+        """Say whether all that ``size`` requests may need ahead is free.
+
+        Where the prefix cache has plenty that nobody uses, it gives up what a few steps take at once.
+        """
+        allocator, cache = batch.token_to_kv_pool_allocator, batch.tree_cache
+        slots = size * (self.most_ahead + allocator.page_size)
+        if slots <= allocator.available_size():
+            return True
+        unused = cache.evictable_size() if self.may_evict and cache is not None else 0
+        if not isinstance(unused, int) or 2 * slots > GIVES_UP * unused:
+            return False
+        from sglang.srt.mem_cache.common import evict_from_tree_cache
+
+        evict_from_tree_cache(cache, 2 * slots)
+        return bool(slots <= allocator.available_size())
 
     def prepare(self, batch: Any) -> bool:
         """Decide what the next step is, and say whether it is a plain one for which nothing has to be allocated.
