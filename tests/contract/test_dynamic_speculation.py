@@ -213,6 +213,58 @@ def test_what_is_allocated_ahead_is_no_more_than_what_a_plain_step_takes_for_gra
     assert "kv_committed_len" not in body.replace("r.kv_committed_len + double_alloc", ""), "nothing is counted there"
 
 
+def declared(node: ast.ClassDef) -> set[str]:
+    """Return the names of a class's fields and methods, and of what its methods set or read of themselves."""
+    names = {one.name for one in node.body if isinstance(one, ast.FunctionDef)}
+    names |= {one.target.id for one in node.body if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name)}
+    return names | {one.attr for one in ast.walk(node) if isinstance(one, ast.Attribute) and ast.unparse(one.value) == "self"}
+
+
+RUNNERS = [
+    ("model_executor/model_runner.py", "ModelRunner"),
+    ("model_executor/model_runner_kv_cache_mixin.py", "ModelRunnerKVCacheMixin"),  # up to 0.5.15
+]
+OWN = {
+    "batch": [("managers/schedule_batch.py", "ScheduleBatch")],
+    "req": [("managers/schedule_batch.py", "Req")],
+    "draft_input": [("speculative/eagle_info.py", "EagleDraftInput"), ("speculative/spec_info.py", "SpecInput")],
+    "future_map": [("managers/overlap_utils.py", "FutureMap")],
+    "worker": [("speculative/eagle_worker_v2.py", "EAGLEWorkerV2")],
+    "draft": [("speculative/eagle_worker_v2.py", "EagleDraftWorker"), *RUNNERS],
+    "target": RUNNERS,
+}
+"""Whose attributes the overlay's variables are, by their names."""
+LOOKED_UP = {("req", "kv"), ("future_map", "_publish_fresh"), ("batch", "capture_hidden_mode"), ("worker", "state")}
+"""Those that are not everywhere, and are asked for first; the state is our own worker's."""
+
+
+def test_what_is_read_of_sglangs_objects_is_there(sources):
+    overlay = adopt_version.PROJECT / "patches" / NAME / "overlay" / SRT / "speculative"
+    read = {
+        (one.value.id, one.attr)
+        for path in overlay.glob("aerie_dynamic_*.py")
+        for one in ast.walk(ast.parse(path.read_text()))
+        if isinstance(one, ast.Attribute) and isinstance(one.value, ast.Name) and one.value.id in OWN
+    }
+    assert len(read) > 40
+    there = {
+        name: set.union(*(declared(sources.find(SRT + path, kind)) for path, kind in classes if sources.release.read(SRT + path)))
+        for name, classes in OWN.items()
+    }
+    assert {(name, attribute) for name, attribute in read - LOOKED_UP if attribute not in there[name]} == set()
+
+
+def test_a_requests_counts_are_where_they_are_looked_for(sources):
+    """They moved beside the request one after the other; `holder` asks which is there."""
+    schedule = ast.parse(sources.text(SRT + "managers/schedule_batch.py"))
+    beside = {one.name: declared(one) for one in schedule.body if isinstance(one, ast.ClassDef)}.get("ReqKvInfo", set())
+    request = declared(sources.find(SRT + "managers/schedule_batch.py", "Req"))
+    for name, since in (("kv_allocated_len", "0.5.16"), ("kv_committed_len", "0.5.19")):
+        assert (name in beside) is (sources.version >= Version.parse(since))
+        assert name in beside or name in request
+    assert ("kv" in request) is bool(beside)
+
+
 def test_a_prepared_prompt_owns_its_positions_and_gives_back_what_it_owns_beyond(sources):
     prepared = sources.find(SRT + "managers/schedule_batch.py", "ScheduleBatch", "prepare_for_extend")
     assert not any(isinstance(one, ast.Return) for one in ast.walk(prepared)), "what is hooked in at its end is always reached"

@@ -293,9 +293,17 @@ class LaterProcessor:
 TOKENS = [11, 12, 13, 14]
 
 
-def request(kv: bool = False, finished: bool = False, **changes: Any) -> types.SimpleNamespace:
-    counts = {"kv_committed_len": 20}
-    where = {"kv": types.SimpleNamespace(**counts)} if kv else counts
+HERE, ALLOCATED_BESIDE, BESIDE = "0.5.15", "0.5.16", "0.5.19"
+"""Releases from which on a request's counts are with it, half beside it, and beside it."""
+
+
+def request(since: str = HERE, finished: bool = False, **changes: Any) -> types.SimpleNamespace:
+    allocated, committed = {"kv_allocated_len": 30}, {"kv_committed_len": 20}
+    where: dict[str, Any] = {
+        HERE: {**allocated, **committed},
+        ALLOCATED_BESIDE: {"kv": types.SimpleNamespace(**allocated), **committed},
+        BESIDE: {"kv": types.SimpleNamespace(**allocated, **committed)},
+    }[since]
     values = {"spec_verify_ct": 5, "is_retracted": False, "grammar": None, "finished": lambda: finished}
     return types.SimpleNamespace(**{**values, **where, **changes})
 
@@ -316,15 +324,15 @@ def read(control, reqs, accepted: list[int] | None) -> Any:
     return result
 
 
-@pytest.mark.parametrize("kv", [False, True])
+@pytest.mark.parametrize("since", [HERE, ALLOCATED_BESIDE, BESIDE])
 @pytest.mark.parametrize("claimed", [0, 1])
-def test_plain_steps_commit_a_token_each_and_do_not_count_as_verifications_that_accepted_nothing(control, kv: bool, claimed: int):
+def test_plain_steps_commit_a_token_each_and_do_not_count_as_verifications_that_accepted_nothing(control, since: str, claimed: int):
     started(control)
-    reqs = [request(kv), request(kv, finished=True), request(kv, is_retracted=True), request(kv)]
+    reqs = [request(since), request(since, finished=True), request(since, is_retracted=True), request(since)]
     result, batch = plain_result(), types.SimpleNamespace(reqs=reqs)
     control.result_begins(result)
     assert control.plain_tokens(Processor(), result, batch, claimed) == [[11], [12], [13], [14]]
-    assert [getattr(req, "kv", req).kv_committed_len for req in reqs] == [21 - claimed, 20 - claimed, 20, 21 - claimed]
+    assert [(req.kv if since == BESIDE else req).kv_committed_len for req in reqs] == [21 - claimed, 20 - claimed, 20, 21 - claimed]
     assert [req.spec_verify_ct for req in reqs] == [5] * 4
     assert (result.num_correct_drafts, result.num_correct_drafts_per_req_cpu, result.num_cap_tokens) == (0, [0] * 4, 0)
     assert control.is_plain_result()
@@ -343,7 +351,7 @@ def test_a_grammar_is_advanced_by_the_token_once_and_says_what_of_it_is_kept(con
     read(control, [one, other], None)
     assert (one.grammar, other.grammar) == ([[11]], [[1], [12]])
     assert (one.kv_committed_len, other.kv_committed_len) == (21, 20)
-    result, reqs = plain_result(), [request(True), request(True, grammar=[]), request(True), request(True)]
+    result, reqs = plain_result(), [request(BESIDE), request(BESIDE, grammar=[]), request(BESIDE), request(BESIDE)]
     control.result_begins(result)
     assert control.plain_tokens(LaterProcessor(), result, types.SimpleNamespace(reqs=reqs)) == [[11], [1012], [13], [14]]
 

@@ -33,6 +33,7 @@ HELP = (
 )
 LOG_SECONDS = 1.0
 FEW = 1e-9  # requests
+ALLOCATED, COMMITTED = "kv_allocated_len", "kv_committed_len"
 
 _control: Control | None = None
 _collector: Any = None
@@ -378,6 +379,12 @@ def result_begins(result: Any) -> None:
         _control.result_begins(result)
 
 
+def holder(req: Any, name: str) -> Any:
+    """Return what has a request's counts: the request, or what is beside it, from 0.5.16 for ALLOCATED and from 0.5.19 for COMMITTED."""
+    beside = getattr(req, "kv", None)
+    return beside if hasattr(beside, name) else req
+
+
 def plain_tokens(processor: Any, result: Any, batch: Any, claimed: int = 0) -> list[list[int]] | None:
     """Return each request's token of a plain step, and count it as committed; None for a verification's result, which SGLang reads.
 
@@ -397,13 +404,13 @@ def plain_tokens(processor: Any, result: Any, batch: Any, claimed: int = 0) -> l
     for place, (req, token) in enumerate(zip(batch.reqs, tokens, strict=True)):
         kept = [token]
         if not req.is_retracted:
-            kv = getattr(req, "kv", req)  # from 0.5.19 beside the request
+            counted = holder(req, COMMITTED)
             if req.finished():
-                kv.kv_committed_len -= claimed
+                counted.kv_committed_len -= claimed
             else:
                 if req.grammar is not None:
                     kept = processor._accept_grammar_tokens(req, kept) if advance is None else result.grammar_retained_tokens[place]
-                kv.kv_committed_len += len(kept) - claimed
+                counted.kv_committed_len += len(kept) - claimed
         found.append(kept)
     return found
 

@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 from sglang.srt.speculative import aerie_dynamic_control
+from sglang.srt.speculative.aerie_dynamic_control import ALLOCATED, COMMITTED, holder
 from sglang.srt.speculative.aerie_dynamic_draft import FLUSH_AT, Backlog, Prompts, Step, Writer
 
 logger = logging.getLogger(__name__)
@@ -315,7 +316,7 @@ class DynamicDecode:
         running = self.running + size
         if not self.control.policy.expects_plain(self.padded(running)) or not self.has_room(batch, running):
             return
-        owners = [_kv_of(req) for req in batch.reqs]
+        owners = [holder(req, ALLOCATED) for req in batch.reqs]
         if [one.kv_allocated_len for one in owners] != lengths.tolist():
             return  # they own more than what is computed, such as a session's
         slots = allocator.alloc(size * count)
@@ -406,9 +407,12 @@ class DynamicDecode:
         if not self.is_next_plain or batch.sampling_info.penalizer_orchestrator.is_required:
             return False
         needed = 1 + (1 if self.was_plain else self.width) + (0 if self.was_prefill else SPARE)
-        owners = [req.kv for req in batch.reqs] if hasattr(batch.reqs[0], "kv") else batch.reqs
-        for one in owners:
-            if one.kv_allocated_len < one.kv_committed_len + needed:
+        first = batch.reqs[0]
+        allocated, committed = (
+            batch.reqs if holder(first, name) is first else [req.kv for req in batch.reqs] for name in (ALLOCATED, COMMITTED)
+        )
+        for owned, counted in zip(allocated, committed, strict=True):
+            if owned.kv_allocated_len < counted.kv_committed_len + needed:
                 return False
         for req in batch.reqs:
             req.decode_batch_idx += 1
@@ -626,11 +630,6 @@ class DynamicDecode:
             "spared_allocations": self.spared,
             "stale_rows": len(self.stale),
         }
-
-
-def _kv_of(req: Any) -> Any:
-    """Return what counts a request's slots: from 0.5.19 it is beside the request."""
-    return getattr(req, "kv", req)
 
 
 @functools.cache
