@@ -175,7 +175,7 @@ def test_what_thresholds_lose_is_told_by_level():
 def test_thresholds_are_measured_against_each_other_where_their_modes_differ(before, after, levels):
     ratios = {8: 1.4, 16: 1.25, 26: 1.1, 30: 1.01, 32: 0.97, 64: 0.65}
     points = [calibration.Point(size, ratio, None, None, ratio, 3, 100.0, 100.0 * ratio, "steps") for size, ratio in ratios.items()]
-    assert calibration.levels_to_confirm(points, calibration.Thresholds(*before), calibration.Thresholds(*after)) == levels
+    assert calibration.levels_to_confirm(points, calibration.Thresholds(*before), calibration.Thresholds(*after), None, 4) == levels
 
 
 def test_upstreams_adaptive_gets_slots_at_the_same_sizes():

@@ -425,7 +425,7 @@ def chosen(point: Point, high: int | None, low: int | None, buckets: Sequence[in
 
 
 def levels_to_confirm(
-    points: Sequence[Point], before: Thresholds, after: Thresholds, buckets: Sequence[int] | None = None, most: int = 4
+    points: Sequence[Point], before: Thresholds, after: Thresholds, buckets: Sequence[int] | None, most: int
 ) -> list[int]:
     """Return where thresholds are worth measuring against each other, ``most`` of the levels that were measured.
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Says what the host does for a step in one resident server and in another: microseconds of the scheduler's thread, the model left out.
+"""Says what the host does for a step in one resident server and in another: microseconds of the scheduler's thread, by parts.
 
     AERIE_DYNAMIC_HOST_TIME=1 bench.sh [--rehearse] BACKEND OUT start
     host_time.py --root ROOT --out OUT [--arms baseline dynamic] [--clients 120] [--seconds 20] [--passes 2]
@@ -60,7 +60,11 @@ def measured(instance: bench.Instance, asked: argparse.Namespace, seed: int) -> 
     begin = path.stat().st_size
     workload = load.Workload(asked.input_len, asked.output_len)
     run = load.Load(instance.host, instance.port, workload, lambda _: asked.clients, asked.clients, seed)
-    run.run(lambda: run.broken.wait(asked.seconds) and None)
+
+    def watch() -> None:
+        run.broken.wait(asked.seconds)
+
+    run.run(watch)
     with path.open() as stream:
         stream.seek(begin)
         return samples((json.loads(line) for line in stream if line.endswith("\n")), asked.clients)
