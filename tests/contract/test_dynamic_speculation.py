@@ -254,6 +254,38 @@ def test_what_is_read_of_sglangs_objects_is_there(sources):
     assert {(name, attribute) for name, attribute in read - LOOKED_UP if attribute not in there[name]} == set()
 
 
+def test_a_plain_steps_batch_is_given_back_and_kept_as_sglang_gives_back_and_keeps_it(sources):
+    """PlainIsolation is SGLang's isolation, of the fields that a plain step changes alone."""
+    if sources.version < Version.parse("0.5.15"):
+        return
+    scheduler = SRT + "managers/scheduler.py"
+    isolation = ast.unparse(sources.find(scheduler, "Scheduler", "_forward_isolation"))
+    kept, given_back = isolation.split("yield")
+    for line in ("sched_sampling_info.copy_for_forward()", "if overlap:", "self.record_batch_in_overlap(batch)"):
+        assert line in kept
+    assert "setattr(batch, name, value)" in given_back
+    assert "batch.sampling_info = sched_sampling_info" in given_back, "all that a forward without speculation changes"
+    record = ast.unparse(sources.find(scheduler, "Scheduler", "record_batch_in_overlap"))
+    assert "self.batch_record_ct = (self.batch_record_ct + 1) % 2" in record
+    assert "self.batch_record_buf[self.batch_record_ct] = [batch, attr_snapshot]" in record
+    assert "self.batch_record_buf = [None] * 2" in ast.unparse(sources.find(scheduler, "Scheduler"))
+
+    overlay = (adopt_version.PROJECT / "patches" / NAME / "overlay" / SRT / "speculative/aerie_dynamic_decode.py").read_text()
+    tree = ast.parse(overlay)
+    (changed,) = (
+        ast.literal_eval(one.value) for one in tree.body if isinstance(one, ast.Assign) and ast.unparse(one.targets[0]) == "CHANGED"
+    )
+    (owner,) = (one for one in tree.body if isinstance(one, ast.ClassDef) and one.name == "DynamicDecode")
+    (decode,) = (one for one in owner.body if isinstance(one, ast.FunctionDef) and one.name == "decode")
+    targets = {
+        one.attr
+        for one in ast.walk(decode)
+        if isinstance(one, ast.Attribute) and isinstance(one.ctx, ast.Store) and ast.unparse(one.value) == "batch"
+    }
+    assert targets | {"sampling_info"} == set(changed)
+    assert set(changed) <= declared(sources.find(SRT + "managers/schedule_batch.py", "ScheduleBatch"))
+
+
 def test_a_requests_counts_are_where_they_are_looked_for(sources):
     """They moved beside the request one after the other; `holder` asks which is there."""
     schedule = ast.parse(sources.text(SRT + "managers/schedule_batch.py"))

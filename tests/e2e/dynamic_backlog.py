@@ -9,7 +9,6 @@ import random
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import torch
 from sglang.srt.speculative.aerie_dynamic_draft import Backlog, Prompts, Step
 
@@ -64,7 +63,7 @@ def main() -> None:
                 slots = chance.sample(range(1, SLOTS + 1), count)
                 ids, tails = torch.randint(0, 999, (count,), generator=made), torch.randint(0, 999, (len(rows),), generator=made)
                 graph[:count] = torch.randn((count, WIDTH), generator=made)
-                prompts = Prompts(ids, tails.to(torch.int32), torch.tensor(slots, dtype=torch.int32), np.array(rows), starts, counts)
+                prompts = Prompts(ids, tails.to(torch.int32), torch.tensor(slots, dtype=torch.int32), torch.tensor(rows), starts, counts)
                 at = 0
                 for number, (row, begin, size) in enumerate(zip(rows, starts, counts, strict=True)):
                     for place in range(size):
@@ -82,7 +81,7 @@ def main() -> None:
                     truth.write(int(ids[number]), lengths[row], graph[number].clone(), slots[number], row)
                     lengths[row] += 1
                 after = torch.tensor([lengths[row] for row in rows])
-                backlog.add(Step(ids, after, torch.tensor(slots), np.array(rows)), graph)
+                backlog.add(Step(ids, after, torch.tensor(slots), torch.tensor(rows)), graph)
                 compared += len(rows)
                 backlog.flush_if_due()
                 for row in [row for row in lengths if chance.random() < 0.05]:

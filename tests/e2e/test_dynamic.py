@@ -296,8 +296,9 @@ def test_the_draft_proposes_after_a_return_what_it_would_have_proposed_and_as_mu
     other = [key for key in shared if never_off[key].chain != after[key].chain]
     assert sum(after[key].since_return is not None for key in shared) >= 300
     state = host.other.state()
-    assert state["fills"] >= 10, "prompts that the draft never ran for"
-    assert state["reserved_prompts"] >= 10, "prompts whose first plain steps found their slots"
+    # Of some 26 prompts that come while others run those that meet a plain stretch of three steps: 7 to 12, by what the client's timing is.
+    assert state["fills"] >= 5, "prompts that the draft never ran for"
+    assert state["reserved_prompts"] >= 5, "prompts whose first plain steps found their slots"
     assert state["spared_allocations"] >= 100
     assert len(other) <= len(shared) // 500, f"{len(other)} of {len(shared)} proposals differ, such as {other[:3]}"
     at_the_same_places, overall = acceptance(never_off, after)

@@ -188,6 +188,17 @@ def test_the_gap_is_the_time_between_two_cycles_unless_a_prefill_came_between(lo
     assert [line["gap_ms"] for line in lines(tmp_path)] == [None, 14, None]
 
 
+def test_a_step_that_was_said_to_be_none_is_no_cycle_and_leaves_no_gap(load, tmp_path):
+    switch_on(tmp_path)
+    profiler = load()
+    cycle(profiler)
+    profiler.skip()
+    cycle(profiler)
+    cycle(profiler)
+    cycle(profiler)
+    assert [line["gap_ms"] for line in lines(tmp_path)] == [None, None, 27]
+
+
 def test_time_in_a_cycle_that_was_cut_off_is_no_gap(load, tmp_path):
     switch_on(tmp_path)
     profiler = load()

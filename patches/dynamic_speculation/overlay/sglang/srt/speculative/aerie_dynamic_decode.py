@@ -43,6 +43,8 @@ GIVES_UP = 0.25
 SPARE = 2
 """Slots of a request that a step after a step leaves for those after prefills."""
 BACKEND_NAMES = ("prefill_attention_backend_str", "decode_attention_backend_str")
+CHANGED = ("input_ids", "out_cache_loc", "seq_lens", "seq_lens_cpu", "seq_lens_sum", "spec_info", "forward_mode", "sampling_info")
+"""What a plain step changes in its batch."""
 READ_DONE = ("shared_read_done_event", "war_fastpath_read_done_event")  # from 0.5.18, and up to 0.5.17
 
 live: DynamicDecode | None = None
@@ -86,6 +88,15 @@ def decode_fits(batch: Any, selected: Any) -> bool:
 def is_prepared(batch: Any) -> bool:
     """Decide whether the step to be prepared is plain, and say whether its requests own the slots that it needs."""
     return live is not None and live.prepare(batch)
+
+
+def isolated(scheduler: Any, batch: Any, is_overlapped: bool) -> Any:
+    """Return what gives a plain step's batch back as it was, or None where another step wants all of it kept."""
+    if live is None or not is_overlapped or not live.takes(batch):
+        return None
+    if (found := profiler()) is not None:
+        found.skip()
+    return PlainIsolation(scheduler, batch)
 
 
 def step(batch: Any, on_publish: Callable[[Any], None] | None, grammar_barrier: Callable[[], None] | None = None) -> Any:
@@ -195,9 +206,13 @@ def new_forward_batch(batch: Any, runner: Any) -> Any:
     from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch
 
     options = _forward_batch_options()
-    if not options:
-        batch.capture_hidden_mode = CaptureHiddenMode.FULL  # up to 0.5.15 a field of the batch, for the next forward
-    return ForwardBatch.init_new(batch, runner, **options)
+    if options:
+        return ForwardBatch.init_new(batch, runner, **options)
+    before, batch.capture_hidden_mode = batch.capture_hidden_mode, CaptureHiddenMode.FULL  # up to 0.5.15 it is a field of the batch
+    try:
+        return ForwardBatch.init_new(batch, runner)
+    finally:
+        batch.capture_hidden_mode = before
 
 
 def decode_graphs_are_on(runner: Any) -> bool:
@@ -211,6 +226,30 @@ def profiler() -> Any:
     return sys.modules.get("sglang.srt.speculative.aerie_phase_profiler")
 
 
+class PlainIsolation:
+    """What SGLang's ``_forward_isolation`` does, for a step that changes few of a batch's hundred fields.
+
+    It goes through all of them twice, while a GPU may have nothing to do: to give them back, and so that their memory outlives the forward.
+    """
+
+    def __init__(self, scheduler: Any, batch: Any) -> None:
+        self.scheduler, self.batch = scheduler, batch
+
+    def __enter__(self) -> None:
+        batch = self.batch
+        self.before = [getattr(batch, name) for name in CHANGED]
+        if batch.sampling_info is not None:
+            batch.sampling_info = batch.sampling_info.copy_for_forward()
+        scheduler = self.scheduler
+        kept = scheduler.batch_record_buf
+        scheduler.batch_record_ct = place = (scheduler.batch_record_ct + 1) % len(kept)
+        kept[place] = [batch, [*vars(batch).values()]]
+
+    def __exit__(self, *_: Any) -> None:
+        for name, value in zip(CHANGED, self.before, strict=True):
+            setattr(self.batch, name, value)
+
+
 # The worker's part
 
 
@@ -218,6 +257,10 @@ class DynamicDecode:
     """What a worker needs to decode plainly in between. Rows are those of the request pool; row 0 and slot 0 are padding."""
 
     def __init__(self, worker: Any, control: aerie_dynamic_control.Control) -> None:
+        from sglang.srt.model_executor.forward_batch_info import ForwardMode
+        from sglang.srt.speculative.eagle_info import EagleDraftInput
+
+        self.decode_mode, self.new_draft_input = ForwardMode.DECODE, EagleDraftInput
         self.worker = worker
         self.control = control
         self.target = worker.target_worker.model_runner
@@ -240,12 +283,14 @@ class DynamicDecode:
         # On the host: which rows were decoded plainly since they were drafted for, and how long they are, where that is known. A step's
         # own code is cold each time, so that a first call into NumPy takes tens of microseconds: sets, and torch, which runs anyway.
         self.stale: set[int] = set()
+        self.filled: list[torch.Tensor] = []
         self.lengths = torch.full((rows,), UNKNOWN, dtype=torch.int64)
         self.is_any_known = False
         self.known = self.pulled = self.resumes = self.resumed_rows = self.fills = self.spared = self.reserved = 0
         self.width = worker.speculative_num_draft_tokens
         self.most_ahead = 4 * (self.width + worker.speculative_num_steps)  # slots; no less than what SGLang allocates ahead for a request
         self.first_slots = torch.arange(2 * self.width, device=device)
+        self.next_positions: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
         self.is_next_plain: bool | None = None  # of the step that was prepared and not made yet
         self.was_plain = self.was_prefill = False
         self.running = 0
@@ -348,20 +393,24 @@ class DynamicDecode:
         """
         if not self.is_fill(batch, hidden, embeddings):
             self.backlog.flush()
+            self.note_filled()
             if self.stale and batch.req_pool_indices_cpu is not None:
                 rows_before = batch.req_pool_indices_cpu.tolist()
                 if not self.stale.isdisjoint(rows_before):
                     self.owe_nothing(batch, rows_before)  # of the requests that had these rows before
             return None
-        from sglang.srt.speculative.eagle_info import EagleDraftInput
-
-        rows = batch.req_pool_indices_cpu.numpy()
-        tails = _tail_tokens(batch, next_ids)
-        prompts = Prompts(batch.input_ids, tails, batch.out_cache_loc, rows, list(batch.prefix_lens), list(batch.extend_lens))
-        self.backlog.add(prompts, hidden)
-        self.stale.update(rows.tolist())
+        rows = batch.req_pool_indices_cpu
+        tails = next_ids if batch.chunked_req is None else _tail_tokens(batch, next_ids)
+        self.backlog.add(Prompts(batch.input_ids, tails, batch.out_cache_loc, rows, batch.prefix_lens, batch.extend_lens), hidden)
+        self.filled.append(rows)
         self.fills += 1
-        return EagleDraftInput(bonus_tokens=next_ids)
+        return self.new_draft_input(bonus_tokens=next_ids)
+
+    def note_filled(self) -> None:
+        """What a fill leaves for later, when the host has time: nothing waits for it."""
+        for rows in self.filled:
+            self.stale.update(rows.tolist())
+        self.filled.clear()
 
     def is_fill(self, batch: Any, hidden: Any, embeddings: Any) -> bool:
         is_ours = self.catch_up == "exact" and self.is_relay_made and batch.enable_overlap and batch.forward_mode.name == "EXTEND"
@@ -419,6 +468,11 @@ class DynamicDecode:
         self.spared += 1
         return True
 
+    def takes(self, batch: Any) -> bool:
+        """Say whether the batch is one that was decided to be decoded plainly."""
+        draft_input = batch.spec_info
+        return bool(self.is_next_plain) and batch.forward_mode.is_decode() and draft_input is not None and not draft_input.is_verify_input()
+
     def step(self, batch: Any, on_publish: Callable[[Any], None] | None, grammar_barrier: Callable[[], None] | None) -> Any:
         draft_input = batch.spec_info
         if batch.forward_mode.is_idle() or draft_input is None or draft_input.is_verify_input():
@@ -442,9 +496,6 @@ class DynamicDecode:
 
     def decode(self, batch: Any, on_publish: Callable[[Any], None] | None, grammar_barrier: Callable[[], None] | None) -> Any:
         """Run the target's decode. The scheduler takes back what is changed in ``batch`` here (its _forward_isolation)."""
-        from sglang.srt.model_executor.forward_batch_info import ForwardMode
-        from sglang.srt.speculative.eagle_info import EagleDraftInput
-
         target, draft_input = self.target, batch.spec_info
         rows, row_indices, before, before_cpu = batch.req_pool_indices_cpu, batch.req_pool_indices, batch.seq_lens, batch.seq_lens_cpu
         size, before_sum = len(rows), batch.seq_lens_sum
@@ -453,14 +504,16 @@ class DynamicDecode:
             if int(known.sum()) >= 0:
                 before_cpu = known
         batch.input_ids = draft_input.bonus_tokens.to(torch.int64)
-        batch.out_cache_loc = self.table[row_indices, before].to(torch.int64)  # allocated ahead, for several tokens at once
-        batch.seq_lens = after = before + 1
+        if self.next_positions is None or self.next_positions[0] is not before:
+            self.next_positions = self.positions_after(row_indices, before)
+        _, batch.seq_lens, batch.out_cache_loc = self.next_positions
+        after, self.next_positions = batch.seq_lens, None
         batch.seq_lens_cpu = batch.seq_lens_sum = None
         if before_cpu is not None:
             batch.seq_lens_cpu = before_cpu + 1
             batch.seq_lens_sum = (int(before_cpu.sum()) if before_sum is None else before_sum) + size
         batch.spec_info = None  # to attention backends, a decode with one is the draft's
-        batch.forward_mode = ForwardMode.DECODE
+        batch.forward_mode = self.decode_mode
         forward_batch = new_forward_batch(batch, target)
         output, is_graph = self.forward(forward_batch)
         logits = output.logits_output
@@ -480,9 +533,10 @@ class DynamicDecode:
             ids = ids.to(torch.int32)  # beside what verifications gave
         if batch.return_logprob and logits.next_token_logprobs is not None:
             logits.next_token_logprobs = logits.next_token_logprobs.view(size, 1)
-        self.backlog.add(Step(ids, after, batch.out_cache_loc, rows.numpy()), hidden)
+        self.backlog.add(Step(ids, after, batch.out_cache_loc, rows), hidden)
         self.backlog.flush_if_due()  # the step is launched, the host has time
 
+        self.note_filled()
         self.stale.update(rows.tolist())
         self.lengths[rows] = torch.where(known == UNKNOWN, UNKNOWN, known + 1) if before_cpu is None else batch.seq_lens_cpu.to(torch.int64)
         self.is_any_known = True
@@ -498,7 +552,7 @@ class DynamicDecode:
             accept_lens=self.ones[:size] if batch.has_grammar else None,  # grammars are advanced by it; all else knows that it is 1
             accept_index=self.places[:size],
             new_seq_lens=after,
-            next_draft_input=EagleDraftInput(bonus_tokens=ids, **carried),
+            next_draft_input=self.new_draft_input(bonus_tokens=ids, **carried),
             expert_distribution_metrics=output.expert_distribution_metrics,
             routed_experts_output=output.routed_experts_output,
             indexer_topk_output=output.indexer_topk_output,
@@ -527,12 +581,16 @@ class DynamicDecode:
 
     # Lengths
 
+    def positions_after(self, rows: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return lengths, those after the next token, and its slots, which were allocated ahead."""
+        return lengths, lengths + 1, self.table[rows, lengths].to(torch.int64)
+
     def resolve_lengths(self, future_map: Any, batch: Any) -> bool:
         """Set a batch's lengths from what the host knows: a plain step adds one token, so that no step has to be waited for."""
         rows = getattr(batch.spec_info, "future_indices", None)
         if rows is None or not (self.is_next_plain or (self.was_plain and future_map.needs_cpu_seq_lens)):
             return False
-        lengths = self.lengths[batch.req_pool_indices_cpu]
+        lengths = self.lengths.index_select(0, batch.req_pool_indices_cpu)
         total = int(lengths.sum())
         if total <= 0:
             self.pulled += 1
@@ -544,6 +602,8 @@ class DynamicDecode:
         batch.seq_lens_sum = total
         # Neither the host nor the stream waits for the step before.
         batch.seq_lens = lengths.clone() if rows.device.type == "cpu" else lengths.pin_memory().to(rows.device, non_blocking=True)
+        if self.is_next_plain:  # on the scheduler's stream, while the step before is computed
+            self.next_positions = self.positions_after(batch.req_pool_indices, batch.seq_lens)
         if sys.modules[type(future_map).__module__]._DEBUG_ASSERT:
             if future_map.publish_ready is not None:
                 future_map.publish_ready.wait()
@@ -557,6 +617,7 @@ class DynamicDecode:
         if batch.forward_mode.is_idle() or batch.req_pool_indices_cpu is None:
             return
         self.backlog.flush()
+        self.note_filled()
         if not self.stale:
             return
         rows = batch.req_pool_indices_cpu.tolist()

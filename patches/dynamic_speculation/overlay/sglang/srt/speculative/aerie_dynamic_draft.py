@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 
-FLUSH_AT = 512
-"""Positions that are enough to be written: with more, reading the draft's weights is a small part of it already."""
+FLUSH_AT = 1024
+"""Positions that are enough to be written: with more, the draft's weights and some forty launches are a small part of it already."""
 CAPACITY = 2048
 """Positions whose hidden states are kept at most."""
 
@@ -87,15 +87,17 @@ class Step:
     after: torch.Tensor
     """Each row's length with this position."""
     slots: torch.Tensor
-    rows: np.ndarray
+    rows: torch.Tensor
+    """On the host."""
 
     def places(self) -> np.ndarray:
         """Return where each row's last position is among these."""
         return np.arange(len(self.rows))
 
     def on_device(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the tokens after the positions, and the positions."""
-        return self.ids.to(torch.int64), self.after.to(torch.int64) - 1
+        """Return the tokens after the positions, and the lengths with them."""
+        _keep_until_read(self.after)
+        return self.ids, self.after
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,7 +107,8 @@ class Prompts:
     ids: torch.Tensor
     tails: torch.Tensor
     slots: torch.Tensor
-    rows: np.ndarray
+    rows: torch.Tensor
+    """On the host."""
     starts: list[int]
     lengths: list[int]
 
@@ -113,15 +116,20 @@ class Prompts:
         return np.cumsum(self.lengths) - 1
 
     def on_device(self) -> tuple[torch.Tensor, torch.Tensor]:
-        parts = [np.arange(start, start + length) for start, length in zip(self.starts, self.lengths, strict=True)]
+        parts = [np.arange(start + 1, start + length + 1) for start, length in zip(self.starts, self.lengths, strict=True)]
         packed = upload(np.concatenate([*parts, self.places()]), self.ids.device)
-        positions, last = packed.split([len(self.ids), len(self.rows)])
+        after, last = packed.split([len(self.ids), len(self.rows)])
         ids = self.ids.to(torch.int64).roll(-1)
         ids.index_copy_(0, last, self.tails.to(torch.int64))
-        if ids.device.type == "cuda":  # it is the scheduler's memory, which must not be used again before this was read
-            for tensor in (self.ids, self.tails, self.slots):
-                tensor.record_stream(torch.cuda.current_stream(ids.device))
-        return ids, positions
+        _keep_until_read(self.ids, self.tails)
+        return ids, after
+
+
+def _keep_until_read(*tensors: torch.Tensor) -> None:
+    """Some are of the scheduler's stream, which must not be given their memory again before this one has read it."""
+    if tensors[0].device.type == "cuda":
+        for tensor in tensors:
+            tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
 
 class Backlog:
@@ -173,11 +181,12 @@ class Backlog:
 
     @torch.no_grad()
     def _write(self, computed: list[Step | Prompts], hidden: torch.Tensor) -> None:
-        slots = torch.cat([one.slots.to(torch.int64) for one in computed])
+        slots = torch.cat([one.slots for one in computed]).to(torch.int64)
+        _keep_until_read(*(one.slots for one in computed))
         if self.writes:
-            ids, positions = (torch.cat(parts) for parts in zip(*(one.on_device() for one in computed), strict=True))
-            self.writer.write(ids, hidden, positions, self._last_of_each(slots))
-        rows = np.concatenate([one.rows for one in computed])
+            ids, after = (torch.cat(parts).to(torch.int64) for parts in zip(*(one.on_device() for one in computed), strict=True))
+            self.writer.write(ids, hidden, after - 1, self._last_of_each(slots))
+        rows = torch.cat([one.rows for one in computed]).numpy()
         begins = np.cumsum([0, *(len(one.ids) for one in computed[:-1])])
         places = np.concatenate([begin + one.places() for begin, one in zip(begins, computed, strict=True)])
         rows, last = np.unique(rows[::-1], return_index=True)  # each row's last position

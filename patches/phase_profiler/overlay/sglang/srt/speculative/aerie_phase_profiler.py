@@ -323,6 +323,7 @@ def tensor_parallel_rank(worker):
 
 _profiler = Profiler(os.environ["AERIE_PROFILE_DIR"]) if os.environ.get("AERIE_PROFILE_DIR") else None
 _cycle = None
+_is_skipped = False
 
 
 def _give_up():
@@ -345,10 +346,20 @@ def _drop():
         dropped.leave()
 
 
+def skip():
+    """What would begin next is no decode cycle."""
+    global _is_skipped
+    _is_skipped = True
+
+
 def begin(worker, batch):
     """A decode cycle begins; whatever phase isn't marked is remainder."""
-    global _cycle
+    global _cycle, _is_skipped
     if _profiler is None:
+        return
+    if _is_skipped:
+        _is_skipped = False
+        interrupted()
         return
     try:
         if _cycle is not None:
