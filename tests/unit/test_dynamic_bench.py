@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -560,6 +560,38 @@ def test_a_switch_costs_what_its_steps_would_not_have_taken_in_either_mode_alone
     assert "costs 4.00 ms (4.00 to 4.00 in 1 passes, 40 switches); a plain step takes 5.00 ms" in returns.said([{**alone, "both": both}])
 
 
+def test_logs_are_compared_where_as_many_requests_ran_with_as_many_tokens():
+    prefills = named("prefills")
+
+    def log(milliseconds: float, accepted: str = "") -> list[str]:
+        def line(requests: int, tokens: int, more: float) -> str:
+            speed = 1e4 * requests / (milliseconds + more)
+            told = f"#running-req: {requests}, #token: {tokens}, token usage: 0.1, {accepted}gen throughput (token/s): {speed:.6f}"
+            return f"[2026-11-30] Decode batch, {told}, #queue-req: 0"
+
+        prefill = "[2026-11-30] Prefill batch, #new-seq: 1"
+        return [
+            line(64, 5000, 99),
+            line(64, 5001, 0),
+            line(64, 7499, 0),
+            prefill,
+            line(64, 7400, 7),
+            line(64, 7600, 20),
+            line(63, 7600, 50),
+        ]
+
+    assert prefills.by_tokens(log(60)) == {
+        (64, 0, 2): pytest.approx([60, 60]),
+        (64, 1, 2): pytest.approx([67]),
+        (64, 0, 3): pytest.approx([80]),
+    }
+    assert prefills.by_tokens(log(60, "accept len: 2.40, accept rate: 0.60, ")) == {}, "speculation is not compared here"
+    assert list(prefills.by_tokens(log(60, "accept len: 1.00, accept rate: 0.00, "))) == [(64, 0, 2), (64, 1, 2), (64, 0, 3)]
+    found = list(prefills.compared(log(60), log(61), 1))
+    assert [row[:3] for row in found] == [(64, 0, 3), (64, 1, 1)]
+    assert [row[3:] for row in found] == [pytest.approx((200 / 3, 1.0)), pytest.approx((67, 1.0))]
+
+
 # What the host does for a step
 
 
@@ -580,56 +612,126 @@ def test_steps_are_sorted_by_what_was_before_them_and_those_without_a_full_load_
     assert "| a prefill | running" not in host_time.table({"baseline": many, "dynamic": slower}), "five of them say little"
 
 
-def test_the_spy_writes_what_a_step_took_without_the_model(tmp_path):
-    sys.path.insert(0, str(HERE / "site"))
-    try:
-        spy = importlib.import_module("host_time_spy")
-    finally:
-        sys.path.remove(str(HERE / "site"))
-    now = [0.0]
-    spy.clock = lambda: now[0]
+class Clock:
+    """What host and GPU of a made-up server have done so far: the GPU does what it is given one after the other, and later."""
 
-    def taking(seconds: float, *inside: Callable[[], None]) -> None:
-        now[0] += seconds
-        for one in inside:
-            one()
+    def __init__(self) -> None:
+        self.host = self.gpu = 0.0
+
+    def __call__(self) -> float:
+        return self.host
+
+    def launch(self, seconds: float) -> None:
+        self.gpu = max(self.gpu, self.host) + seconds
+
+
+class Event:
+    def __init__(self, now: Clock) -> None:
+        self.now, self.at = now, 0.0
+
+    def record(self, stream: str | None = None) -> None:
+        assert stream in (None, "forward")
+        self.at = max(self.now.gpu, self.now.host)
+
+    def query(self) -> bool:
+        return self.at <= self.now.host
+
+    def elapsed_time(self, other: Event) -> float:
+        return 1e3 * (other.at - self.at)
+
+
+@pytest.fixture
+def made_up(tmp_path, monkeypatch):
+    """A scheduler whose model the GPU computes in 300 s, what the spy wrote about it, and its clock."""
+    monkeypatch.syspath_prepend(HERE / "site")
+    monkeypatch.delitem(sys.modules, "host_time_spy", raising=False)
+    spy = importlib.import_module("host_time_spy")
+    now = Clock()
+    monkeypatch.setattr(spy, "clock", now)
+    monkeypatch.setattr(spy, "event_class", lambda: None)
+
+    def taking(seconds: float) -> None:
+        now.host += seconds
+
+    class Backend:
+        def init_forward_metadata(self) -> None:
+            taking(30.0)
 
     class ModelRunner:
         def forward(self, deeper: bool = True) -> None:
-            taking(100.0, *([lambda: self.forward(False)] if deeper else []))
+            taking(70.0)
+            Backend().init_forward_metadata()
+            now.launch(150.0)
+            if deeper:
+                self.forward(False)
 
     class Writer:
         def write(self) -> None:
             taking(1000.0)
 
     class Scheduler:
+        forward_stream = "forward"
+
         def get_next_batch_to_run(self) -> None:
             taking(1.0)
 
         def run_batch(self, batch: Any) -> None:  # noqa: ARG002 (as it is called)
-            taking(2.0, ModelRunner().forward, Writer().write, lambda: taking(4.0))
+            taking(2.0)
+            ModelRunner().forward()
+            Writer().write()
+            taking(4.0)
+            now.launch(5.0)
 
         def process_batch_result(self) -> None:
             taking(8.0)
 
     module = ModuleType("made up")
-    vars(module).update(ModelRunner=ModelRunner, Writer=Writer, Scheduler=Scheduler)
+    Backend.__module__ = module.__name__
+    vars(module).update(Backend=Backend, ModelRunner=ModelRunner, Writer=Writer, Scheduler=Scheduler)
     written = tmp_path / "host_time.jsonl"
-    for change in (spy.models, spy.draft, spy.scheduler(written)):
+    for change in (spy.models, spy.draft, spy.attention, spy.scheduler(written), spy.calls("made up:Writer.write")["made up"]):
         change(module)
     scheduler = Scheduler()
     batch = type("Batch", (), {"reqs": [1, 2], "forward_mode": type("Mode", (), {"name": "DECODE"})})
-    for _ in range(3):
-        scheduler.get_next_batch_to_run()
-        scheduler.run_batch(batch)
-        scheduler.process_batch_result()
-    first, second = (json.loads(line) for line in written.read_text().splitlines())
+
+    def steps(count: int) -> list[dict[str, Any]]:
+        for _ in range(count):
+            scheduler.get_next_batch_to_run()
+            scheduler.run_batch(batch)
+            scheduler.process_batch_result()
+        return [json.loads(line) for line in written.read_text().splitlines()]
+
+    return SimpleNamespace(spy=spy, now=now, steps=steps)
+
+
+def test_the_spy_writes_what_a_step_took_without_the_model(made_up):
+    first, second = made_up.steps(3)
     assert first == second
     assert {key: value for key, value in first.items() if key in {"mode", "requests"}} == {"mode": "DECODE", "requests": 2}
-    assert {part: first[part] / 1e6 for part in ("choosing", "before the model", "running", "reading", "model")} == {
+    assert {part: value / 1e6 for part, value in first.items() if part not in {"mode", "requests"}} == {
         "choosing": 1.0,
         "before the model": 2.0,
         "running": 6.0,
-        "reading": 8.0,
+        "planning": 60.0,
         "model": 200.0,
+        "the draft's K and V": 1000.0,
+        "Writer.write": 1000.0,
+        "reading": 8.0,
     }
+
+
+def test_the_spy_writes_when_the_gpu_began_and_ended_and_waits_for_it(made_up, monkeypatch):
+    monkeypatch.setattr(made_up.spy, "event_class", lambda: lambda: Event(made_up.now))
+    first, second = made_up.steps(3)
+    gpu = {part: value / 1e6 for part, value in second.items() if part.startswith("GPU")}
+    # The host is late: of a step's 1,215 s it launches the model's halves in the 103rd and the 203rd, and what comes last in the 1,207th.
+    assert gpu == {"GPU gap before": 4.0, "GPU before the model": 2.0, "GPU model": 400.0, "GPU after the model": 809.0}
+    assert sum(gpu.values()) == 1215.0
+    assert "GPU gap before" not in first
+
+
+def test_a_step_that_the_gpu_has_not_ended_is_not_written(made_up, monkeypatch):
+    monkeypatch.setattr(made_up.spy, "event_class", lambda: lambda: Event(made_up.now))
+    made_up.now.gpu = 2000.0
+    assert len(made_up.steps(2)) == 0
+    assert len(made_up.steps(3)) == 4

@@ -6,10 +6,12 @@
 
 A GPU waits for the host after a prefill, and in each step that is the host's (flashinfer's verifications). What is done there by one
 server and not by the other is what it loses. Parts: choosing what is run next; running it, without the model and without the draft's K
-and V, and what of that comes before the model; the model, on a GPU its launches; reading the results of the step before, waiting for them
-included on a GPU. Where one server's model is slower than the other's on a CPU, so is all else: a launch has its luck. Code that runs
+and V, and what of that comes before the model; the model, on a GPU its launches, and what of that plans attention; reading the results of
+the step before, waiting for them included on a GPU. There also for how long the stream of the forwards had nothing to do before the step,
+and how long it took there to the model, over the model and from it to the end, waiting for launches included. Where one server's model is slower than the other's on a CPU, so is all else: a launch has its luck. Code that runs
 once a step is cold, and a loop around it tells little. Each pass loads one server after the other, in random order.
-OUT gets host_time.json.
+AERIE_DYNAMIC_TIMED, at the start, names calls that are timed by themselves, where they are made in what is timed: module:name and
+module:Class.method, apart by commas. OUT gets host_time.json.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ from typing import Any
 import bench
 import load
 
-PARTS = ("choosing", "before the model", "running", "model", "reading")
+ALWAYS = ("choosing", "before the model", "running", "model", "reading")
+PARTS = (*ALWAYS, "planning", "GPU gap before", "GPU before the model", "GPU model", "GPU after the model")
+NO_PARTS = ("mode", "requests")
 PREFILL = "a prefill"
 KINDS = ("a step after a step", PREFILL, "a step after a prefill")
 FEWEST = 10
@@ -48,8 +52,9 @@ def samples(steps: Iterable[Mapping[str, Any]], clients: int) -> Samples:
         if not before or not full or (is_prefill and before[-1] == PREFILL):
             continue
         kind = PREFILL if is_prefill else f"a step after {before[-1]}"
-        for part in PARTS:
-            found[kind, part].append(float(step.get(part, 0.0)))
+        for part in dict.fromkeys((*ALWAYS, *step)):
+            if part not in NO_PARTS:
+                found[kind, part].append(float(step.get(part, 0.0)))
     return found
 
 
@@ -75,13 +80,14 @@ def table(found: Mapping[str, Samples]) -> str:
     arms = list(found)
     lines = [f"| | part | {' | '.join(f'{arm}, µs' for arm in arms)} | more |", "| --- | --- |" + " --- |" * (len(arms) + 1)]
     for kind in KINDS:
-        for part in PARTS:
+        for part in dict.fromkeys((*PARTS, *(part for arm in arms for _, part in found[arm]))):
             values = [found[arm].get((kind, part), []) for arm in arms]
-            if min(map(len, values)) < FEWEST:
+            if max(map(len, values)) < FEWEST or (part in ALWAYS and min(map(len, values)) < FEWEST):
                 continue
-            medians = [statistics.median(one) for one in values]
-            told = " | ".join(f"{median:.0f} ({len(one)})" for median, one in zip(medians, values, strict=True))
-            lines.append(f"| {kind} | {part} | {told} | {medians[-1] - medians[0]:+.0f} |")
+            medians = [statistics.median(one) if one else None for one in values]
+            told = " | ".join("–" if median is None else f"{median:.0f} ({len(one)})" for median, one in zip(medians, values, strict=True))
+            more = "" if None in medians else f"{medians[-1] - medians[0]:+.0f}"
+            lines.append(f"| {kind} | {part} | {told} | {more} |")
     return "\n".join(lines)
 
 

@@ -2,17 +2,22 @@
 """Tells what steps take with and without prefills between them, from records that bench.py left: whence arms differ.
 
     prefills.py OUT [--least N] [--cells]
+    prefills.py --logs BASELINE DYNAMIC [--least N]
 
 The server says after every few steps how fast they were. What they took follows from that, more exactly than from when the line came.
 With --cells each cell is told, with what its host did (host_work.py): how long its scheduler ran, and waited for a core,
 by what part that core (placement.py) was slower than the fastest, before and after, and how many of the looks at it found it slow.
+With --logs two servers' own logs are compared, plain steps alone, where as many requests ran with as many tokens: attention takes longer
+over longer requests, which the lines of a record don't tell.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import lzma
 import math
+import re
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
@@ -22,6 +27,9 @@ from typing import Any
 STEPS = 10
 """Decode steps between two of the server's lines: decode_log_interval in servers.yml."""
 LEAST = 4
+TOKENS = 2500
+"""Tokens in the KV pool that are taken for as many."""
+DECODE = re.compile(r"Decode batch, #running-req: (\d+), #token: (\d+),.*?(?:accept len: ([\d.]+),.*)?gen throughput \(token/s\): ([\d.]+)")
 
 Key = tuple[int, int, str]
 """Clients, prefills in between, arm."""
@@ -65,6 +73,35 @@ def by_cell(records: Iterable[Mapping[str, Any]]) -> Iterator[tuple[Any, ...]]:
         yield *cell, ran / seconds, waited / seconds, stolen / seconds, *core(record.get("placement") or {})
 
 
+def by_tokens(lines: Iterable[str]) -> dict[tuple[int, int, int], list[float]]:
+    """Return milliseconds of a log's plain stretches of one load, by requests, prefills in between and tokens."""
+    found: dict[tuple[int, int, int], list[float]] = defaultdict(list)
+    prefills, before = 0, None
+    for line in lines:
+        if "Prefill batch" in line:
+            prefills += 1
+        elif (match := DECODE.search(line)) is not None:
+            requests, speed = int(match[1]), float(match[4])
+            if requests == before and speed and float(match[3] or 1) == 1:
+                found[requests, prefills, int(match[2]) // TOKENS].append(1e3 * STEPS * requests / speed)
+            prefills, before = 0, requests
+    return dict(found)
+
+
+def compared(first: Iterable[str], second: Iterable[str], least: int) -> Iterator[tuple[int, int, int, float, float]]:
+    """Yield requests, prefills, stretches, the first log's milliseconds and how many more the second's are: medians by stretches."""
+    one, other = by_tokens(first), by_tokens(second)
+    shared: dict[tuple[int, int], list[tuple[int, float, float]]] = defaultdict(list)
+    for key in sorted(one.keys() & other.keys()):
+        if (count := min(len(one[key]), len(other[key]))) >= least:
+            milliseconds = statistics.median(one[key])
+            shared[key[:2]].append((count, milliseconds, statistics.median(other[key]) - milliseconds))
+    for (requests, prefills), parts in shared.items():
+        count = sum(weight for weight, *_ in parts)
+        mean, more = (sum(weight * part[place] for weight, *part in parts) / count for place in (0, 1))
+        yield requests, prefills, count, mean, more
+
+
 def core(placed: Mapping[str, float]) -> tuple[str, str, str]:
     """Return the scheduler's core, by what part it was slower than the fastest before and after, and how many looks found it slow."""
     if not placed:
@@ -76,10 +113,20 @@ def core(placed: Mapping[str, float]) -> tuple[str, str, str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", type=Path, help="directory with records.jsonl")
+    parser.add_argument("out", type=Path, nargs="?", help="directory with records.jsonl")
+    parser.add_argument("--logs", type=Path, nargs=2, metavar="LOG", help="two servers' logs, packed by xz")
     parser.add_argument("--least", type=int, default=LEAST, help="stretches without which nothing is said")
     parser.add_argument("--cells", action="store_true", help="each cell, with what its host did")
     asked = parser.parse_args()
+    if (asked.out is None) == (asked.logs is None):
+        parser.error("name a directory with records.jsonl, or two logs")
+    if asked.logs:
+        print(f"| requests | prefills | stretches | ms of {STEPS} steps | more | |")
+        print("| --- | --- | --- | --- | --- | --- |")
+        with lzma.open(asked.logs[0], "rt") as first, lzma.open(asked.logs[1], "rt") as second:
+            for requests, prefills, count, mean, more in compared(first, second, asked.least):
+                print(f"| {requests} | {prefills} | {count} | {mean:.2f} | {more:+.2f} | {100 * more / mean:+.1f} % |")
+        return
     lines = (asked.out / "records.jsonl").read_text(encoding="utf-8").splitlines()
     if asked.cells:
         print("| pass | clients | arm | tok/s | scheduler ran | waited for a core | cores lost to others | core | slower by | found slow |")

@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 SHARED = Path(__file__).resolve().parents[3] / "e2e/cpu_server/sitecustomize.py"
+Change = Callable[[ModuleType], None]
 NATIVE = os.environ.get("AERIE_TEST_NATIVE", "").split()
 
 
@@ -45,6 +47,15 @@ def write_steps_while_asked(module: ModuleType) -> None:
     worker.forward_batch_generation, drafter.draft = step, draft
 
 
+def both(first: Change | None, then: Change) -> Change:
+    def change(module: ModuleType) -> None:
+        if first is not None:
+            first(module)
+        then(module)
+
+    return change
+
+
 spec = importlib.util.spec_from_file_location("aerie_cpu_server_site", SHARED)
 if spec is not None and spec.loader is not None:
     shared = importlib.util.module_from_spec(spec)
@@ -57,6 +68,6 @@ if spec is not None and spec.loader is not None:
         import host_time_spy
 
         written = Path(os.environ["AERIE_ROOT"]) / "instances" / os.environ["AERIE_INSTANCE"] / "host_time.jsonl"
-        shared.CHANGES[host_time_spy.SCHEDULER] = host_time_spy.scheduler(written)
-        shared.CHANGES[host_time_spy.RUNNER] = host_time_spy.models
-        shared.CHANGES[host_time_spy.DRAFT] = host_time_spy.draft
+        for changes in (host_time_spy.changes(written), host_time_spy.calls(os.environ.get("AERIE_TEST_TIMED", ""))):
+            for name, change in changes.items():
+                shared.CHANGES[name] = both(shared.CHANGES.get(name), change)
