@@ -8,8 +8,9 @@ A GPU waits for the host after a prefill, and in each step that is the host's (f
 server and not by the other is what it loses. Parts: choosing what is run next; running it, without the model and without the draft's K
 and V, and what of that comes before the model; the model, on a GPU its launches, and what of that plans attention; reading the results of
 the step before, waiting for them included on a GPU. There also for how long the stream of the forwards had nothing to do before the step,
-and how long it took there to the model, over the model and from it to the end, waiting for launches included. Where one server's model is slower than the other's on a CPU, so is all else: a launch has its luck. Code that runs
-once a step is cold, and a loop around it tells little. Each pass loads one server after the other, in random order.
+and how long it took there to the model, over the model and from it to the end, waiting for launches included. Where one server's model is
+slower than the other's on a CPU, so is all else: a launch has its luck. Code that runs once a step is cold, and a loop around it tells
+little. Each pass loads one server after the other, in random order.
 AERIE_DYNAMIC_TIMED, at the start, names calls that are timed by themselves, where they are made in what is timed: module:name and
 module:Class.method, apart by commas. OUT gets host_time.json.
 """
