@@ -24,12 +24,15 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import cores  # noqa: F401
+from ansible.module_utils.aerie.profiling import overhead
+
 STEPS = 10
 """Decode steps between two of the server's lines: decode_log_interval in servers.yml."""
 LEAST = 4
 TOKENS = 2500
 """Tokens in the KV pool that are taken for as many."""
-DECODE = re.compile(r"Decode batch, #running-req: (\d+), #token: (\d+),.*?(?:accept len: ([\d.]+),.*)?gen throughput \(token/s\): ([\d.]+)")
+IN_USE = re.compile(r"#token: (\d+)")
 
 Key = tuple[int, int, str]
 """Clients, prefills in between, arm."""
@@ -78,13 +81,16 @@ def by_tokens(lines: Iterable[str]) -> dict[tuple[int, int, int], list[float]]:
     found: dict[tuple[int, int, int], list[float]] = defaultdict(list)
     prefills, before = 0, None
     for line in lines:
-        if "Prefill batch" in line:
+        told, tokens = overhead.read_line(line, 0.0), IN_USE.search(line)
+        if told is None:
+            continue
+        if told["kind"] == "prefill":
             prefills += 1
-        elif (match := DECODE.search(line)) is not None:
-            requests, speed = int(match[1]), float(match[4])
-            if requests == before and speed and float(match[3] or 1) == 1:
-                found[requests, prefills, int(match[2]) // TOKENS].append(1e3 * STEPS * requests / speed)
-            prefills, before = 0, requests
+            continue
+        requests = told["running"]
+        if requests == before and tokens and told["tok_s"] and (told["accept"] or 1) == 1:
+            found[requests, prefills, int(tokens[1]) // TOKENS].append(1e3 * STEPS * requests / told["tok_s"])
+        prefills, before = 0, requests
     return dict(found)
 
 

@@ -44,7 +44,7 @@ def change(path: Path, pattern: re.Pattern[str], replacement: str) -> int:
 
 def main() -> None:
     version = sys.argv[1]
-    number = int(re.fullmatch(r"0\.5\.(\d+)", version)[1])  # type: ignore[index]
+    number = int(version.rpartition(".")[2])
     packages = Path(sysconfig.get_path("purelib"))
     install("-r", str(LOCK), TORCH)
     install(f"sglang=={version}", *(one for (first, last), some in OLDER.items() if first <= number <= last for one in some))

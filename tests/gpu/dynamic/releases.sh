@@ -8,6 +8,9 @@
 set -euo pipefail
 started=$SECONDS rehearse=1 stages=' ' status=0
 [ $# -ge 2 ] || { sed -n '2,/^set/{/^set/!p}' "$0"; exit 2; }
+for version in "${@:2}"; do
+  [[ $version =~ ^0\.5\.(1[6-9]|2[0-2])$ ]] || { echo "releases.sh: $version is none of 0.5.16 to 0.5.22, for which it is made" >&2; exit 2; }
+done
 all=$(mkdir -p "$1" && cd "$1" && pwd)
 shift
 here=$(cd "$(dirname "$0")" && pwd)

@@ -32,7 +32,7 @@ GAP = "GPU gap before"
 clock = time.perf_counter
 spent: defaultdict[str, float] = defaultdict(float)
 events: dict[str, Any] = {}
-depth = planning = 0
+depth = 0
 launched_at = 0.0
 
 
@@ -89,15 +89,16 @@ def calls(names: str) -> dict[str, Callable[[ModuleType], None]]:
 
 
 def _call(owner: Any, name: str, part: str) -> None:
+    """Count the seconds within a call under ``part``, those of a call within it once."""
     call = getattr(owner, name)
 
     @functools.wraps(call)
     def timed(*given: Any, **named: Any) -> Any:
-        begun = clock()
+        begun, before = clock(), spent[part]
         try:
             return call(*given, **named)
         finally:
-            spent[part] += clock() - begun
+            spent[part] = before + clock() - begun
 
     setattr(owner, name, timed)
 
@@ -116,24 +117,7 @@ def attention(module: ModuleType) -> None:
     for owner in owners:
         for name in PLANS:
             if name in vars(owner):
-                _plan(owner, name)
-
-
-def _plan(owner: type, name: str) -> None:
-    method = getattr(owner, name)
-
-    def timed(*given: Any, **named: Any) -> Any:
-        global planning
-        begun = clock()
-        planning += 1
-        try:
-            return method(*given, **named)
-        finally:
-            planning -= 1
-            if not planning:
-                spent["planning"] += clock() - begun
-
-    setattr(owner, name, timed)
+                _call(owner, name, "planning")
 
 
 class Steps:
