@@ -67,7 +67,7 @@ class Host:
         variables = {
             "aerie_root": str(self.root),
             "aerie_results": str(self.scratch / "results"),
-            "sglang_patches_sets": ["phase_profiler", "dynamic_speculation"],
+            "sglang_patches_sets": ["phase_profiler", "dynamic_speculation", "flashinfer_prefill_plan"],
             "sglang_server_arms": arms(self.steps),
             "sglang_server_instances": instances,
             "sglang_server_flags": {"grammar_backend": "xgrammar"},
@@ -122,6 +122,12 @@ def test_prompts_own_the_slots_of_their_first_steps_and_no_slot_is_lost_or_has_t
     printed = in_release(host, "dynamic_slots.py")
     said = re.fullmatch(r"(\d+) prompts, (\d+) of (\d+) steps after one and (\d+) of (\d+) in all found their slots\s*", printed)
     assert said and int(said[3]) > 500 and int(said[4]) < int(said[5]), printed
+
+
+def test_prefills_are_planned_with_lengths_of_the_host_that_are_those_of_the_gpu(host: Host) -> None:
+    printed = in_release(host, "prefill_plan.py")
+    said = re.fullmatch(r"(\d+) plans with lengths of the host, (\d+) cases left alone\s*", printed)
+    assert said and int(said[1]) == 800 and int(said[2]) == 9, printed
 
 
 # What is asked

@@ -98,6 +98,12 @@ def test_a_release_that_does_not_know_the_threshold_is_told_apart(sets, version,
         raise AerieError(found)
 
 
+def test_a_variable_of_a_patch_set_that_is_not_there_is_refused_before_a_start(plan):
+    wanted = arm(threshold=4) | {"environment": {"AERIE_FLASHINFER_PREFILL_PLAN": "host"}}
+    with pytest.raises(AerieError, match="AERIE_FLASHINFER_PREFILL_PLAN has no effect without patch set flashinfer_prefill_plan"):
+        plan(wanted)
+
+
 @pytest.mark.parametrize(("version", "message"), [(None, "is not active in release"), ("0.5.9", "is too old for it")])
 def test_a_server_without_the_patch_set_is_not_started(plan, version, message):
     with pytest.raises(AerieError, match=message) as raised:

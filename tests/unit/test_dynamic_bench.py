@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import lzma
 import math
 import os
 import random
@@ -571,3 +572,26 @@ def test_logs_are_compared_where_as_many_requests_ran_with_as_many_tokens():
     found = list(prefills.compared(log(60), log(61), 1))
     assert [row[:3] for row in found] == [(64, 0, 3), (64, 1, 1)]
     assert [row[3:] for row in found] == [pytest.approx((200 / 3, 1.0)), pytest.approx((67, 1.0))]
+
+
+def test_logs_are_read_as_they_are_and_packed(tmp_path):
+    plain, packed = tmp_path / "server.log", tmp_path / "server.log.xz"
+    plain.write_text("a\nb\n", encoding="utf-8")
+    packed.write_bytes(lzma.compress(plain.read_bytes()))
+    for log in (plain, packed):
+        with named("prefills").opened(log) as lines:
+            assert list(lines) == ["a\n", "b\n"]
+
+
+def test_what_a_baseline_gains_by_planning_prefills_on_the_host_is_told():
+    analysis = named("analysis")
+    cells = {64: {("launch", number): {"baseline": 210.0, "eagle3": 90.0, "dynamic": 206.0, "upstream": 200.0} for number in range(3)}}
+    found = analysis._extra(cells)
+    assert found["baseline over upstream"]["64"]["value"] == pytest.approx(1.05)
+    assert found["dynamic over upstream"]["64"]["value"] == pytest.approx(1.03)
+
+
+def test_an_arm_besides_the_three_is_measured_in_every_cell_and_under_no_load_that_changes(bench):
+    found = bench.items(settings(bench), 2, 1, ["upstream"])
+    assert sum(item.arm == "upstream" for item in found) == 2 * len(LEVELS)
+    assert {item.kind for item in found if item.arm == "upstream"} == {bench.CELL}

@@ -12,6 +12,8 @@ from ansible.module_utils.aerie import processes
 from ansible.module_utils.aerie.serving import launch_checks
 from sglang_example import DRAFT, TARGET
 
+from aerie_controller import patch_sets
+
 HOLD_PORT = (
     "import socket, time; s = socket.socket(); s.bind(('127.0.0.1', 0)); s.listen(); print(s.getsockname()[1], flush=True); time.sleep(600)"
 )
@@ -118,3 +120,27 @@ def test_a_free_port_is_free():
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     assert list(launch_checks.port_problems("main", "/opt/aerie", "127.0.0.1", port, list)) == []
+
+
+@pytest.mark.parametrize(
+    ("environment", "sets", "problem"),
+    [
+        ({"AERIE_FLASHINFER_PREFILL_PLAN": "host"}, {"flashinfer_prefill_plan"}, None),
+        ({"AERIE_FLASHINFER_PREFILL_PLAN": "check"}, {"flashinfer_prefill_plan"}, None),
+        ({"AERIE_FLASHINFER_PREFILL_PLAN": "0"}, set(), None),
+        ({"AERIE_FLASHINFER_PREFILL_PLAN": "1"}, {"flashinfer_prefill_plan"}, "must be host or check (is 1)"),
+        ({"AERIE_FLASHINFER_PREFILL_PLAN": "host"}, {"phase_profiler"}, "has no effect without patch set flashinfer_prefill_plan"),
+        ({"AERIE_FLASHINFER_FUSION_SM120": "1"}, {"flashinfer_prefill_plan"}, "not active in release r1: add it to sglang_patches_sets"),
+        ({"PATH": "/bin"}, set(), None),
+    ],
+)
+def test_a_variable_that_would_switch_nothing_on_is_refused(environment, sets, problem):
+    found = list(launch_checks.patch_switch_problems(environment, sets, "r1"))
+    assert len(found) == (problem is not None)
+    assert not problem or problem in found[0]
+
+
+def test_every_switch_is_of_a_patch_set_that_reads_it():
+    for variable, (name, _values) in launch_checks.PATCH_SWITCHES.items():
+        (one,) = patch_sets.load([name])
+        assert any(variable in text for text in one.overlay.values())

@@ -36,6 +36,13 @@ MLA_ONLY = ("trtllm_mla", "tokenspeed_mla", "cutedsl_mla", "flashmla", "cutlass_
 CHECKPOINT_QUANTIZATIONS = ("modelopt_fp4", "modelopt_fp8", "awq", "awq_marlin", "gptq", "gptq_marlin", "compressed-tensors", "petit_nvfp4")
 """Methods whose weights lie quantized in the checkpoint. Source: server_args.py: without its own setting the draft takes --quantization."""
 
+PATCH_SWITCHES = {
+    "AERIE_FLASHINFER_PREFILL_PLAN": ("flashinfer_prefill_plan", ("host", "check")),
+    "AERIE_FLASHINFER_FUSION_SM120": ("flashinfer_fusion_sm120", ("1",)),
+}
+"""Variables that switch a patch set on: its name, and the values that do. Without the set nothing reads them, and nobody would know."""
+PATCH_SWITCHES_OFF = ("", "0")
+
 DYNAMIC_PATCH_SET = "dynamic_speculation"
 DYNAMIC_SINCE = ">=0.5.14"
 
@@ -135,6 +142,21 @@ def graph_batch_warnings(flags: Mapping[str, Any], draft_tokens: Any) -> Iterato
             f"CUDA graphs for {size} sequences hold {tokens} tokens with {draft_tokens} draft tokens each, and may run out of memory: set "
             f"cuda-graph-max-bs to {GRAPH_TOKENS // int(draft_tokens)} or less, unless it was tried"
         )
+
+
+def patch_switch_problems(environment: Mapping[str, str], patch_sets: Container[str], release: str) -> Iterator[str]:
+    """Yield which variables would switch nothing on, in a release with these patch sets."""
+    for variable, (name, values) in PATCH_SWITCHES.items():
+        value = environment.get(variable, "")
+        if value in PATCH_SWITCHES_OFF:
+            continue
+        if value not in values:
+            yield f"{variable} must be {' or '.join(values)} (is {value}): correct it, or leave it out"
+        elif name not in patch_sets:
+            yield (
+                f"{variable} has no effect without patch set {name}, which is not active in release {release}: add it to "
+                "sglang_patches_sets and run playbooks/patch.yml, or leave the variable out"
+            )
 
 
 def dynamic_release_problems(release: Mapping[str, Any]) -> Iterator[str]:

@@ -289,6 +289,9 @@ def plan(host: Host, request: Request) -> Plan:
     problems += chosen.refusals(parser, line.values, line.origins)
     problems += launch_checks.gpu_problems(request.name, gpus, line.values)
     environment = _environment(host.paths, request, release, arm_name, problems, chosen)
+    wanted = (release.get("patch_sets") or ()) if request.patch_sets is None else request.patch_sets
+    found = launch_checks.patch_switch_problems(environment, {str(one["name"]) for one in wanted}, str(release["id"]))
+    problems += [f"arm {arm_name}: {problem}" for problem in found]
     warnings += [*chosen.warnings, *chosen.contradictions(parser, line.values, environment, line.origins)]
     if speculation and draft and draft["config"] is not None:
         facts = gpu_settings.read_model(Path(draft["path"]), draft["config"])

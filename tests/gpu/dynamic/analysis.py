@@ -28,6 +28,8 @@ from ansible.module_utils.aerie.profiling import overhead
 SCHEMA = "aerie-dynamic-bench/1"
 BASELINE, EAGLE3, DYNAMIC = "baseline", "eagle3", "dynamic"
 FIXED = (BASELINE, EAGLE3)
+UPSTREAM = "upstream"
+"""A baseline that plans prefills as SGLang does, without the patch set flashinfer_prefill_plan."""
 POINT, LOW, CHANGING = 0.97, 0.94, 0.95
 """The goal: the point and the lower end at each level, and the point under a load that changes."""
 SERVER, CLIENT = "server_tok_s", "client_tok_s"
@@ -161,13 +163,13 @@ def _by_launch(cells: Mapping[Any, Speeds]) -> dict[str, dict[str, float]]:
 
 
 def _extra(cells: Mapping[Any, Speeds]) -> dict[str, Any]:
-    """Return how far the dynamic server, told to keep one mode, is from a server that has only this mode."""
+    """Return how far the dynamic server in one mode is from a server that has only this one, and others from SGLang's baseline."""
     found: dict[str, Any] = {}
-    for forced, server in (("plain", BASELINE), ("speculative", EAGLE3)):
-        levels = {level: whole(passes, (forced, server)).values() for level, passes in cells.items()}
-        ratios = {level: Ratio.of([one[forced] / one[server] for one in passes]) for level, passes in levels.items()}
+    for arm, server in (("plain", BASELINE), ("speculative", EAGLE3), (BASELINE, UPSTREAM), (DYNAMIC, UPSTREAM)):
+        levels = {level: whole(passes, (arm, server)).values() for level, passes in cells.items()}
+        ratios = {level: Ratio.of([one[arm] / one[server] for one in passes]) for level, passes in levels.items()}
         if any(ratios.values()):
-            found[f"{forced} over {server}"] = {str(level): asdict(one) for level, one in ratios.items() if one}
+            found[f"{arm} over {server}"] = {str(level): asdict(one) for level, one in ratios.items() if one}
     return found
 
 

@@ -43,6 +43,7 @@ PLAN, CELL, CHANGE = "plan", "cell", "load"
 OK, FAILED = "ok", "failed"
 FORCED = ("plain", "speculative")
 """Arms that are the dynamic server, told to keep one mode."""
+EXTRA = (*FORCED, analysis.UPSTREAM)
 FULL_SECONDS = 45.0
 LATE_SECONDS = 0.02
 MOST_FAILURES = 4
@@ -431,7 +432,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--step", type=float, default=10.0, help="seconds of each step, 0 for none")
     parser.add_argument("--steps", type=_numbers, default=(8, 128, 1, 64, 32))
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--extra", nargs="*", choices=FORCED, default=[], help="the dynamic server in one mode, as further arms")
+    extra = "further arms: the dynamic server in one mode, SGLang's own baseline"
+    parser.add_argument("--extra", nargs="*", choices=EXTRA, default=[], help=extra)
     parser.add_argument("--no-warm-up", action="store_true", help="the servers met all levels before")
     return parser.parse_args()
 
@@ -457,7 +459,8 @@ def main() -> None:
         seed=asked.seed,
     )
     asked.out.mkdir(parents=True, exist_ok=True)
-    instances = {name: Instance.of(asked.root, name) for name in (*analysis.FIXED, analysis.DYNAMIC)}
+    servers = (*analysis.FIXED, analysis.DYNAMIC, *(name for name in asked.extra if name not in FORCED))
+    instances = {name: Instance.of(asked.root, name) for name in servers}
     records = Records(asked.out / RECORDS)
     if not records.require_same(settings):
         environment = instances[analysis.EAGLE3].facts.get("environment") or {}

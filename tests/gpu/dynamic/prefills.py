@@ -22,7 +22,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import cores  # noqa: F401
 from ansible.module_utils.aerie.profiling import overhead
@@ -108,6 +108,10 @@ def compared(first: Iterable[str], second: Iterable[str], least: int) -> Iterato
         yield requests, prefills, count, mean, more
 
 
+def opened(log: Path) -> TextIO:
+    return lzma.open(log, "rt", encoding="utf-8") if log.suffix == ".xz" else log.open(encoding="utf-8")
+
+
 def core(placed: Mapping[str, float]) -> tuple[str, str, str]:
     """Return the scheduler's core, by what part it was slower than the fastest before and after, and how many looks found it slow."""
     if not placed:
@@ -120,7 +124,7 @@ def core(placed: Mapping[str, float]) -> tuple[str, str, str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, nargs="?", help="directory with records.jsonl")
-    parser.add_argument("--logs", type=Path, nargs=2, metavar="LOG", help="two servers' logs, packed by xz")
+    parser.add_argument("--logs", type=Path, nargs=2, metavar="LOG", help="two servers' logs, as they are or packed (.xz)")
     parser.add_argument("--least", type=int, default=LEAST, help="stretches without which nothing is said")
     parser.add_argument("--cells", action="store_true", help="each cell, with what its host did")
     asked = parser.parse_args()
@@ -129,7 +133,7 @@ def main() -> None:
     if asked.logs:
         print(f"| requests | prefills | stretches | ms of {STEPS} steps | more | |")
         print("| --- | --- | --- | --- | --- | --- |")
-        with lzma.open(asked.logs[0], "rt") as first, lzma.open(asked.logs[1], "rt") as second:
+        with opened(asked.logs[0]) as first, opened(asked.logs[1]) as second:
             for requests, prefills, count, mean, more in compared(first, second, asked.least):
                 print(f"| {requests} | {prefills} | {count} | {mean:.2f} | {more:+.2f} | {100 * more / mean:+.1f} % |")
         return
