@@ -6,12 +6,12 @@ import ast
 from collections.abc import Iterator
 
 import pytest
-import wheels
 from ansible.module_utils.aerie.errors import AerieError
 from ansible.module_utils.aerie.patching import anchors, patch_plan
 from ansible.module_utils.aerie.patching.patch_store import PatchStore
 from ansible.module_utils.aerie.patching.source_tree import SourceTree
 from ansible.module_utils.aerie.specifiers import Version
+from wheel_sources import Sources
 
 import adopt_version
 from aerie_controller import patch_sets
@@ -29,34 +29,9 @@ FORWARD_BATCH = SRT + "model_executor/forward_batch_info.py"
 VERSIONS = [version for version in adopt_version.known_versions(patch_sets.PATCHES) if Version.parse(version) in SET.versions]
 
 
-class Sources:
-    def __init__(self, version: str) -> None:
-        self.version = Version.parse(version)
-        self.release = adopt_version.Release(version, wheels.wheel("sglang", version))
-
-    def text(self, path: str) -> str:
-        found = self.release.read(path)
-        assert found is not None, f"{path} is gone"
-        return found.decode()
-
-    def find(self, path: str, *names: str) -> ast.ClassDef | ast.FunctionDef:
-        node: ast.AST = ast.parse(self.text(path))
-        for name in names:
-            found = [one for one in ast.iter_child_nodes(node) if isinstance(one, ast.ClassDef | ast.FunctionDef) and one.name == name]
-            assert len(found) == 1, f"{'.'.join(names)} in {path}"
-            node = found[0]
-        assert isinstance(node, ast.ClassDef | ast.FunctionDef)
-        return node
-
-    def parameters(self, path: str, *names: str) -> list[str]:
-        node = self.find(path, *names)
-        assert isinstance(node, ast.FunctionDef)
-        return [one.arg for one in [*node.args.posonlyargs, *node.args.args]]
-
-
 @pytest.fixture(scope="module", params=VERSIONS)
 def sources(request: pytest.FixtureRequest) -> Iterator[Sources]:
-    one = Sources(request.param)
+    one = Sources("sglang", request.param)
     with one.release:
         yield one
 
