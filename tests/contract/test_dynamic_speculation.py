@@ -31,8 +31,7 @@ VERSIONS = [version for version in adopt_version.known_versions(patch_sets.PATCH
 
 @pytest.fixture(scope="module", params=VERSIONS)
 def sources(request: pytest.FixtureRequest) -> Iterator[Sources]:
-    one = Sources("sglang", request.param)
-    with one.release:
+    with Sources("sglang", request.param) as one:
         yield one
 
 

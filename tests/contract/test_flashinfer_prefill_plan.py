@@ -34,8 +34,7 @@ def calls(node: ast.AST, name: str) -> list[ast.Call]:
 class TestSglang:
     @pytest.fixture
     def sources(self, version: str) -> Iterator[Sources]:
-        one = Sources("sglang", version)
-        with one.release:
+        with Sources("sglang", version) as one:
             yield one
 
     def test_its_flashinfer_is_one_of_those_looked_at(self, sources):
@@ -80,8 +79,7 @@ class TestSglang:
 class TestFlashInfer:
     @pytest.fixture
     def sources(self, flashinfer: str) -> Iterator[Sources]:
-        one = Sources("flashinfer_python", flashinfer)
-        with one.release:
+        with Sources("flashinfer_python", flashinfer) as one:
             yield one
 
     @pytest.mark.parametrize(

@@ -19,6 +19,12 @@ class Sources:
         self.wheel = wheels.wheel(package, version)
         self.release = adopt_version.Release(version, self.wheel)
 
+    def __enter__(self) -> Sources:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.release.archive.close()
+
     def text(self, path: str) -> str:
         found = self.release.read(path)
         assert found is not None, f"{path} is gone"

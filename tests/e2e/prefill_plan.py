@@ -117,6 +117,32 @@ def refusal() -> str:
     return "nothing"
 
 
+def order_of_two_plans() -> list[str]:
+    """Return what happens when a GPU's wrapper plans twice: what a plan is copied from is not written before the copy is over."""
+    happened: list[str] = []
+
+    class Event:
+        def record(self) -> None:
+            happened.append("copied later")
+
+        def synchronize(self) -> None:
+            happened.append("waits for the copy")
+
+    class OfGpu(Wrapper):
+        def begin_forward(self, *_given: Any, **_named: Any) -> None:
+            happened.append("plans")
+
+    wrapper, event = OfGpu(), torch.cuda.Event
+    wrapper.device = torch.device("cuda")
+    torch.cuda.Event = Event  # type: ignore[assignment, misc]
+    try:
+        for _ in range(2):
+            ours.RaggedPlanner(wrapper, *(torch.tensor([0, 1]) for _ in range(3))).begin_forward(there([0, 1]), there([0, 1]))
+    finally:
+        torch.cuda.Event = event  # type: ignore[misc]
+    return happened
+
+
 def main() -> None:
     chance = random.Random(1)
     taken = 0
@@ -151,6 +177,8 @@ def main() -> None:
             assert not any(on_host(wrapper)), name
     if (said := refusal()) != "lengths to plan with are [0, 5, 11], and not [0, 5, 12]":
         sys.exit(f"lengths that differ: {said}")
+    order = order_of_two_plans()
+    assert order == ["plans", "copied later", "waits for the copy", "plans", "copied later"], order
     print(f"{taken} plans with lengths of the host, {len(left_alone)} cases left alone")
 
 
