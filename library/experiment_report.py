@@ -80,6 +80,12 @@ table:
   returned: success
   type: str
   sample: "arm  clients  tok/s  speed-up"
+run_summary:
+  description: Where the report is, as the callback plugin C(run_summary) prints it after the recap.
+  returned: when there is a record
+  type: list
+  elements: dict
+  sample: [{text: report (written), path: /srv/aerie/results/report.html}]
 verdicts:
   description: One sentence for each arm that was compared, with what is in doubt.
   returned: success

@@ -286,7 +286,7 @@ from ansible.module_utils.aerie.host import nccl
 from ansible.module_utils.aerie.lease import renew_if_given
 from ansible.module_utils.aerie.measuring import collection
 from ansible.module_utils.aerie.paths import HostPaths
-from ansible.module_utils.aerie.tuning import tune_run, tune_table
+from ansible.module_utils.aerie.tuning import tune_run
 from ansible.module_utils.basic import AnsibleModule
 
 ARGUMENTS: dict[str, dict[str, Any]] = {
@@ -360,7 +360,7 @@ def _search(module: AnsibleModule, paths: HostPaths) -> dict[str, Any]:
     job = tune_run.prepare(paths, asked, before_launch=lambda: renew_if_given(paths.lease, given["lease"]))
     told = {"changed": True, "run_directory": str(tune_run.root(paths) / asked.run_id), "in_force": nccl.read(paths.root)}
     if module.check_mode:
-        return {**told, **tune_table.would_do(job)}
+        return {**told, **tune_run.predict(job)}
     if not job.bench.python.exists():
         raise AerieError(
             f"{job.bench.python} does not exist: make a release first (install playbook), or name a Python in nccl_tune_python"

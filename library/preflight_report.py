@@ -90,7 +90,13 @@ failing:
   description: The hosts that O(fail_on) is about, each with the reason in one line.
   returned: success
   type: dict
-  sample: {gpu-1: "gpu-1: bar1-small: what is wrong, why and what to do is told above (preflight_fail_on: error)"}
+  sample: {gpu-1: "1 error: bar1-small"}
+run_summary:
+  description: What the run came to, as the callback plugin C(run_summary) prints it after the recap.
+  returned: success
+  type: list
+  elements: dict
+  sample: [{text: "1 of 4 hosts has errors: gpu-1 (bar1-small)", style: error}, {text: page, path: /srv/preflight.html}]
 table:
   description: What was printed.
   returned: success

@@ -8,16 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from ansible.plugins.action import ActionBase
-from ansible.utils.display import Display
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from aerie_controller import report  # importing the package makes ansible.module_utils.aerie importable
+from aerie_controller import report, terminal  # importing the package makes ansible.module_utils.aerie importable
 from aerie_controller.preflight import results as preflight_results
+from aerie_controller.terminal_reports import experiment
 
 # isort: split
 from ansible.module_utils.aerie.errors import AerieError
 from ansible.module_utils.aerie.files import write_atomic
-from ansible.module_utils.aerie.measuring import ledger, terminal_table, verdict
+from ansible.module_utils.aerie.measuring import ledger, verdict
 
 ARGUMENTS: dict[str, dict[str, Any]] = {
     "results": {"type": "path", "required": True},
@@ -48,10 +48,9 @@ class ActionModule(ActionBase):
             return result | {"failed": True, "msg": f"the report can't be made: {error.filename}: {error.strerror}"}
 
     def _report(self, results: Path, path: Path, arguments: dict[str, Any]) -> dict[str, Any]:
-        display = Display()
         content = ledger.scan(results)
         for problem in content.problems:
-            display.warning(f"left out of the report: {problem}")
+            terminal.warn(f"left out of the report: {problem}")
         records = ledger.choose(content, arguments["run_ids"], arguments["experiments"])
         groups = verdict.groups(records, arguments["baseline"])
         found = {
@@ -67,13 +66,17 @@ class ActionModule(ActionBase):
         }
         if not groups:
             message = f"There is no record below {results} yet, so there is nothing to report: run a benchmark, or name another directory."
-            display.display(f"\n{message}\n")
+            terminal.show([terminal.gap(), terminal.paragraph(message)])
             return found | {"changed": False, "table": "", "msg": message}
         page = report.render(groups, arguments["title"], preflight_results.kept(results / "preflight")).encode()
         changed = not path.is_file() or path.read_bytes() != page
         if changed and not self._task.check_mode:
             write_atomic(path, page)
         said = "would be written" if changed and self._task.check_mode else "written" if changed else "unchanged"
-        table = terminal_table.render(groups, {"results": str(results), f"report ({said})": str(path)})
-        display.display(f"\n{table}")
-        return found | {"changed": changed, "table": table}
+        parts = experiment.parts(groups, {"results": str(results), f"report ({said})": str(path)})
+        terminal.show([terminal.gap(), *parts])
+        return found | {
+            "changed": changed,
+            "table": terminal.render(parts, terminal.DEFAULT_WIDTH),
+            "run_summary": [{"text": f"report ({said})", "path": str(path)}],
+        }

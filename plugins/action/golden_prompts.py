@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from ansible.plugins.action import ActionBase
-from ansible.utils.display import Display
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from aerie_controller import PROJECT
+from aerie_controller import PROJECT, terminal
 
 
 class ActionModule(ActionBase):
@@ -33,7 +32,7 @@ class ActionModule(ActionBase):
             return result | {"failed": True, "msg": str(error)}
         answer = self._execute_module(module_args=arguments, task_vars=variables)
         for line in answer.get("summary", []):
-            Display().display(f"  {variables.get('inventory_hostname', '?')}  {line}")
+            terminal.progress(variables.get("inventory_hostname", "?"), line)
         return result | answer
 
 

@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from ansible.plugins.action import ActionBase
-from ansible.utils.display import Display
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from aerie_controller import owner
+from aerie_controller import owner, terminal
 
 
 class ActionModule(ActionBase):
@@ -25,5 +24,5 @@ class ActionModule(ActionBase):
         if answer.get("failed") and holder and holder["controller"] == arguments["owner"]["controller"] and owner.is_dead(holder["run"]):
             answer = self._execute_module(module_args=arguments | {"dead_runs": [holder["run"]]}, task_vars=task_vars)
         if answer.get("message"):
-            Display().warning(answer["message"])
+            terminal.warn(answer["message"])
         return result | answer

@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from ansible.plugins.action import ActionBase
-from ansible.utils.display import Display
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from aerie_controller import PROJECT
+from aerie_controller import PROJECT, terminal
 
 OPTIONS = {
     "info": {"type": "dict", "required": True},
@@ -60,7 +59,7 @@ class ActionModule(ActionBase):
         )
         findings = requirements.check(arguments["info"], wanted)
         for warning in findings.warnings:
-            Display().warning(f"{host}: {warning}")
+            terminal.warn(f"{host}: {warning}")
         result |= {"changed": False, "notes": list(findings.warnings)}
         try:
             raise_all(findings.problems, f"{host} can't take this deployment, and nothing was touched")

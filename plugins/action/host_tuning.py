@@ -10,10 +10,9 @@ from typing import Any
 
 import yaml
 from ansible.plugins.action import ActionBase
-from ansible.utils.display import Display
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from aerie_controller import PROJECT
+from aerie_controller import PROJECT, terminal
 
 PROFILES = PROJECT / "tuning/profiles.yml"
 
@@ -29,6 +28,6 @@ class ActionModule(ActionBase):
             arguments["definitions"] = yaml.safe_load(PROFILES.read_text())["profiles"]
         answer = self._execute_module(module_args=arguments, task_vars=task_vars)
         for note in answer.get("notes", []):
-            Display().warning(f"{(task_vars or {}).get('inventory_hostname', '?')}: {note}")
+            terminal.warn(f"{(task_vars or {}).get('inventory_hostname', '?')}: {note}")
         (answer.get("invocation", {}).get("module_args") or {}).pop("definitions", None)
         return result | answer

@@ -12,10 +12,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ansible.utils.display import Display
-
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from aerie_controller import PROJECT
+from aerie_controller import PROJECT, terminal
 from aerie_controller.detached import DetachedAction
 
 CACHE = PROJECT / ".cache" / "identities"
@@ -76,7 +74,7 @@ class ActionModule(DetachedAction):
             for file in files:
                 number += 1
                 size = manifests[name]["files"][file]["size"]
-                Display().display(f"  {host}  sending model {name}: {file} ({size / 1e6:.1f} MB)")
+                terminal.progress(host, f"sending model {name}: {file} ({size / 1e6:.1f} MB)")
                 remote = shell.join_path(shell.tmpdir, f"model-{number}")
                 self._transfer_file(str(Path(catalog[name]["path"]) / file), remote)
                 self._fixup_perms2((shell.tmpdir, remote), execute=False)
@@ -115,7 +113,10 @@ class ActionModule(DetachedAction):
                             f"{where}. The controller could not open a port there (AllowTcpForwarding of its sshd?): {text.strip()[-500:]}"
                         )
                     time.sleep(0.05)
-                Display().display(f"  {_host(variables)}  {name}: {host} can't be reached from there, going by way of the controller")
+                terminal.progress(
+                    _host(variables),
+                    f"{name}: {host} can't be reached from there, going by way of the controller",
+                )
                 yield int(match[1])
             finally:
                 process.terminate()

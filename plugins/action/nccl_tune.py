@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from ansible.utils.display import Display
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-import aerie_controller  # noqa: F401  makes ansible.module_utils.aerie importable
+from aerie_controller import terminal  # makes ansible.module_utils.aerie importable
 from aerie_controller.detached import DetachedAction
+from aerie_controller.terminal_reports import nccl_search
 from aerie_controller.variables_file import plain
 
 HEAD = """---
@@ -56,7 +56,7 @@ class ActionModule(DetachedAction):
 
     def _decided(self, given: dict[str, Any]) -> dict[str, Any]:
         from ansible.module_utils.aerie.files import write_atomic
-        from ansible.module_utils.aerie.tuning import decision, tune_table
+        from ansible.module_utils.aerie.tuning import decision
 
         result = decision.require_result(given.get("result"))
         records = given.get("records")
@@ -67,12 +67,12 @@ class ActionModule(DetachedAction):
         text = HEAD.format(run_id=result["run_id"], host=result["host"], path=path) + yaml.safe_dump(
             {"nccl_tuned": plain(tuned)}, sort_keys=False, allow_unicode=True, width=130
         )
-        table = tune_table.render(result, decisions, options, {"variables": str(path)})
-        Display().display(f"\n{table}")
+        report = nccl_search.parts(result, decisions, options, {"variables": str(path)})
+        terminal.show([terminal.gap(), *report])
         changed = not path.is_file() or path.read_text() != text
         if changed and not self._task.check_mode:
             write_atomic(path, text)
-        return {"changed": changed, "tuned": tuned, "table": table, "path": str(path)}
+        return {"changed": changed, "tuned": tuned, "table": terminal.render(report, terminal.DEFAULT_WIDTH), "path": str(path)}
 
     def _bring(self, result: dict[str, Any], task_vars: dict[str, Any]) -> dict[str, Any]:
         from ansible.module_utils.aerie.measuring import collection

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from ansible.plugins.action import ActionBase
-from ansible.utils.display import Display
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from aerie_controller import report  # importing the package makes ansible.module_utils.aerie importable
-from aerie_controller.preflight import compare, results, rules, terminal
+from aerie_controller import report, terminal  # importing the package makes ansible.module_utils.aerie importable
+from aerie_controller.preflight import compare, results, rules
+from aerie_controller.terminal_reports import preflight
 
 # isort: split
 from ansible.module_utils.aerie.errors import AerieError
@@ -49,7 +49,6 @@ class ActionModule(ActionBase):
             return result | {"failed": True, "msg": f"the preflight can't be reported: {error.filename}: {error.strerror}"}
 
     def _report(self, output: Path, arguments: dict[str, Any]) -> dict[str, Any]:
-        display = Display()
         known = rules.load(Path(self._loader.path_dwim(arguments["rules"])) if arguments["rules"] else rules.RULES)
         ignore = results.ignored(arguments["ignore"], known)
         asked = [_examined(known, host, given, ignore) for host, given in arguments["hosts"].items()]
@@ -61,20 +60,23 @@ class ActionModule(ActionBase):
         if comparisons:
             written[output / COMPARISON] = _json(comparisons[0].as_dict())
         changed = any(_told(path) != _told(path, content) for path, content in written.items() if path.suffix == ".json")
-        said = "would be written" if self._task.check_mode else "written"
-        if not self._task.check_mode:
+        check = self._task.check_mode
+        said = "would be written" if check else "written"
+        if not check:
             for path, content in written.items():
                 write_atomic(path, content)
-        table = terminal.render(found) if found else ""
-        compared = "".join(terminal.comparison(one) for one in comparisons)
-        display.display("\n" + "\n".join((*(text for text in (table, compared) if text), f"page ({said}): {page}\n")))
+        parts = preflight.parts(found) if found else []
+        compared = [part for each in comparisons for part in (terminal.gap(), *preflight.comparison(each))]
+        paths = terminal.places({f"page ({said})": page})
+        terminal.show([terminal.gap(), *parts, *compared, terminal.gap(), *paths])
         return {
             "changed": changed,
-            "table": table,
+            "table": terminal.render(parts, terminal.DEFAULT_WIDTH) if parts else "",
             "path": str(page),
             "hosts": {one.host: _summary(one) for one in found},
             "comparison": comparisons[0].as_dict() if comparisons else None,
             "failing": {one.host: _why(one, arguments["fail_on"]) for one in found if one.fails(arguments["fail_on"])},
+            "run_summary": preflight.run_summary(found, str(page), f"page ({said})" if check else "page") if found else [],
         }
 
     def _compared(
@@ -114,7 +116,7 @@ def _examined(known: Any, host: str, given: Mapping[str, Any], ignore: Mapping[s
     if isinstance(probed.get("probes"), Mapping):
         survey |= {"probes": probed["probes"], "healthy_after": probed.get("healthy_after")}
     elif probed.get("failed"):
-        Display().warning(f"{host}: the active probes did not run: {probed.get('msg')}")
+        terminal.warn(f"{host}: the active probes did not run: {probed.get('msg')}")
     return results.examine(known, host, survey, want, ignore)
 
 
@@ -125,11 +127,15 @@ def _summary(one: results.HostResult) -> dict[str, Any]:
 
 
 def _why(one: results.HostResult, fail_on: str) -> str:
+    """Return in one line what fails a host; the report above says why and what to do."""
     if one.unreachable is not None:
-        return f"{one.host} could not be asked: {one.unreachable}"
-    worse = rules.SEVERITIES[: rules.SEVERITIES.index(fail_on) + 1]
-    ids = [finding.id for finding in one.findings if finding.severity in worse]
-    return f"{one.host}: {listing(ids)}: what is wrong, why and what to do is told above (preflight_fail_on: {fail_on})"
+        return f"could not be asked: {one.unreachable}"
+    counts = []
+    for level in rules.SEVERITIES[: rules.SEVERITIES.index(fail_on) + 1]:
+        ids = [finding.id for finding in one.findings if finding.severity == level]
+        if ids:
+            counts.append(f"{len(ids)} {level}{'' if len(ids) == 1 else 's'}: {listing(ids)}")
+    return "; ".join(counts)
 
 
 def _json(value: Any) -> bytes:

@@ -10,16 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from ansible.plugins.action import ActionBase
-from ansible.utils.display import Display
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from aerie_controller import report  # importing the package makes ansible.module_utils.aerie importable
+from aerie_controller import report, terminal  # importing the package makes ansible.module_utils.aerie importable
+from aerie_controller.terminal_reports import profile
 
 # isort: split
 from ansible.module_utils.aerie.errors import AerieError
 from ansible.module_utils.aerie.files import write_atomic
 from ansible.module_utils.aerie.measuring import bench_runner
-from ansible.module_utils.aerie.profiling import profile_levels, profile_table
+from ansible.module_utils.aerie.profiling import profile_levels
 
 ARGUMENTS: dict[str, dict[str, Any]] = {
     "results": {"type": "path", "required": True},
@@ -47,27 +47,27 @@ class ActionModule(ActionBase):
             return result | {"failed": True, "msg": f"the profile can't be reported: {error.filename}: {error.strerror}"}
 
     def _report(self, run: Path, page: Path) -> dict[str, Any]:
-        display = Display()
         told = {"path": str(page), "json": str(run / FIGURES), "levels_failed": 0, "table": ""}
         found = profile_levels.whole(run) if run.is_dir() else {"hosts": {}}
         if not found["hosts"]:
             message = f"There is no profile below {run} yet, so there is nothing to report."
-            display.display(f"\n{message}\n")
+            terminal.show([terminal.gap(), terminal.paragraph(message)])
             return told | {"changed": False, "msg": message}
-        table = profile_table.render(found, {"page": str(page), "figures": str(run / FIGURES)})
-        display.display(f"\n{table}")
+        paths = {"page": str(page), "figures": str(run / FIGURES)}
+        parts = profile.parts(found, paths)
+        terminal.show([terminal.gap(), *parts])
         written = {run / FIGURES: (json.dumps(found, indent=1, sort_keys=True, ensure_ascii=False) + "\n").encode()}
         try:
             written[page] = report.render_profile(found).encode()
         except AerieError as error:  # the figures are there, and the page can be made elsewhere
-            display.warning(f"no page: {error}")
+            terminal.warn(f"no page: {error}")
         changed = [path for path, content in written.items() if not path.is_file() or path.read_bytes() != content]
         if not self._task.check_mode:
             for path in changed:
                 write_atomic(path, written[path])
         levels = [level for host in found["hosts"].values() for arm in host["arms"] for level in arm["levels"]]
         failed = sum(level["status"] != bench_runner.COMPLETED for level in levels)
-        told |= {"changed": bool(changed), "table": table, "levels_failed": failed}
+        told |= {"changed": bool(changed), "table": terminal.render(parts, terminal.DEFAULT_WIDTH), "levels_failed": failed}
         if failed and failed == len(levels):
             return told | {"failed": True, "msg": f"no level was profiled: {levels[0]['reason']}"}
         return told

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from ansible.utils.display import Display
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-import aerie_controller  # noqa: F401  makes ansible.module_utils.aerie importable
+from aerie_controller import terminal  # makes ansible.module_utils.aerie importable
 from aerie_controller.detached import DetachedAction
+from aerie_controller.terminal_reports import calibration
 from aerie_controller.variables_file import plain
 
 HEAD = """---
@@ -46,7 +46,7 @@ class ActionModule(DetachedAction):
     def _decided(self, given: dict[str, Any]) -> dict[str, Any]:
         from ansible.module_utils.aerie.errors import AerieError
         from ansible.module_utils.aerie.files import write_atomic
-        from ansible.module_utils.aerie.measuring import calibration_files, calibration_table
+        from ansible.module_utils.aerie.measuring import calibration_files
 
         dest = Path(self._loader.path_dwim(given["dest"]))
         asked = plain(given.get("records") or {})
@@ -62,21 +62,26 @@ class ActionModule(DetachedAction):
         text = head + yaml.safe_dump({"sglang_server_calibration": plain(told)}, sort_keys=False, allow_unicode=True, width=130)
         figures = dest / "calibration" / told["run_id"] / given["host"] / "calibration.json"
         written = {path: text, figures: json.dumps(found, indent=1, sort_keys=True, ensure_ascii=False) + "\n"}
-        table = calibration_table.render(found, {"variables": str(path), "page": str(page)})
-        display = Display()
-        display.display(f"\n{table}")
+        parts = calibration.parts(found, {"variables": str(path), "page": str(page)})
+        terminal.show([terminal.gap(), *parts])
         try:
             from aerie_controller import report
 
             written[page] = report.render_calibration(found)
         except AerieError as error:  # the figures are there, and the page can be made elsewhere
-            display.warning(f"no page: {error}")
+            terminal.warn(f"no page: {error}")
         before = path.read_text() if path.is_file() else ""
         changed = [one for one, content in written.items() if not one.is_file() or one.read_text() != content]
         if not self._task.check_mode:
             for one in changed:
                 write_atomic(one, written[one])
-        told = {"changed": bool(changed), "calibration": told, "table": table, "path": str(path), "page": str(page)}
+        told = {
+            "changed": bool(changed),
+            "calibration": told,
+            "table": terminal.render(parts, terminal.DEFAULT_WIDTH),
+            "path": str(path),
+            "page": str(page),
+        }
         diff = {"before_header": str(path), "after_header": str(path), "before": before, "after": text}
         return told | ({"diff": diff} if self._task.diff else {})
 

@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from ansible.utils.display import Display
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from aerie_controller import PROJECT
+from aerie_controller import PROJECT, terminal
 from aerie_controller.detached import DetachedAction
 
 
@@ -25,7 +24,7 @@ class ActionModule(DetachedAction):
             return arguments | {"supervisor_lock_text": supervisor_lock}
         build = versions.resolve(data, str(arguments["profile"]), arguments.get("version"))
         if message := versions.unverified(build, arguments.get("architectures") or ()):
-            Display().warning(f"{task_vars.get('inventory_hostname')}: {message}")
+            terminal.warn(f"{task_vars.get('inventory_hostname')}: {message}")
         return arguments | {
             "version": build.version,
             "build": build.as_dict(),
@@ -41,7 +40,7 @@ class ActionModule(DetachedAction):
         if _adopts(self._task.args) and "environment" in result:  # which version is there, the host had to say first
             torch = result["environment"]["torch_version"]
             verified_on, message = versions.adopted(self._versions(), result["profile"], result["version"], torch)
-            Display().warning(f"{(task_vars or {}).get('inventory_hostname')}: {message}")
+            terminal.warn(f"{(task_vars or {}).get('inventory_hostname')}: {message}")
             result["verified_on"] = list(verified_on)
         return result
 

@@ -7,17 +7,16 @@ from pathlib import Path
 from typing import Any
 
 from ansible.plugins.action import ActionBase
-from ansible.utils.display import Display
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-import aerie_controller  # noqa: F401  makes ansible.module_utils.aerie importable
+from aerie_controller import terminal  # makes ansible.module_utils.aerie importable
+from aerie_controller.terminal_reports import upkeep
 
 
 class ActionModule(ActionBase):
     _supports_check_mode = True
 
     def run(self, tmp: str | None = None, task_vars: dict[str, Any] | None = None) -> dict[str, Any]:
-        from ansible.module_utils.aerie.releases import upkeep_tables
         from ansible.module_utils.parsing.convert_bool import boolean
 
         result = super().run(tmp, task_vars)
@@ -30,8 +29,10 @@ class ActionModule(ActionBase):
         if copies:
             note_copies(found["releases"], Path(self._loader.path_dwim(str(copies))))
         if show:
-            found["table"] = upkeep_tables.status(str((task_vars or {}).get("inventory_hostname", "?")), found["releases"])
-            Display().display(f"\n{found['table']}")
+            host = str((task_vars or {}).get("inventory_hostname", "?"))
+            report = upkeep.status(host, found["releases"])
+            found["table"] = terminal.render(report, terminal.DEFAULT_WIDTH)
+            terminal.show([terminal.gap(), *report])
         return found
 
 

@@ -13,6 +13,9 @@ from ansible.errors import AnsibleConnectionFailure
 from ansible.plugins.action import ActionBase
 from ansible.utils.display import Display
 
+from aerie_controller import terminal
+from aerie_controller.terminal import clean_lines
+
 POLL_SECONDS = 0.5
 RETRY_SECONDS = 3
 LOST_AFTER_SECONDS = 600
@@ -102,7 +105,6 @@ class DetachedAction(ActionBase):
 
     def _follow(self, job: str, task_vars: dict[str, Any]) -> dict[str, Any]:
         host = task_vars.get("inventory_hostname", "?")
-        display = Display()
         command = shlex.join([self._python(task_vars), "-c", READ_JOB, job])
         shown, heard = 0, time.monotonic()
         while True:
@@ -112,7 +114,7 @@ class DetachedAction(ActionBase):
                 # The work goes on over there; a connection that comes back finds it.
                 if time.monotonic() - heard > LOST_AFTER_SECONDS:
                     return {"unreachable": True, "msg": f"{error}\nthe work goes on on the host: {job}"}
-                display.vv(f"{host}: {error}; trying again")
+                Display().vv(clean_lines(f"{host}: {error}; trying again"))
                 self._connection.reset()
                 time.sleep(RETRY_SECONDS)
                 continue
@@ -125,7 +127,7 @@ class DetachedAction(ActionBase):
             if progress and progress["number"] > shown:
                 shown = progress["number"]
                 minutes, seconds = divmod(int(progress["time"] - progress["started"]), 60)
-                display.display(f"  {host}  {minutes:02d}:{seconds:02d}  {progress['message']}")
+                terminal.progress(f"{host}  {minutes:02d}:{seconds:02d}", progress["message"])
             if state["result"] is not None:
                 return self._finish(state["result"])
             if not state["running"]:

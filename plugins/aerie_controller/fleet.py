@@ -1,8 +1,10 @@
-"""What a provisioning run did to a fleet, host by host: gathered while it runs, told as a table and as JSON. No Ansible import."""
+"""What a provisioning run did to a fleet, host by host: gathered while it runs, and kept as JSON.
+
+terminal_reports/provisioning.py shows it. No Ansible import.
+"""
 
 from __future__ import annotations
 
-import shutil
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,10 +13,9 @@ from typing import Any
 from aerie_controller import PROJECT  # noqa: F401  makes ansible.module_utils.aerie importable
 
 # isort: split
-from ansible.module_utils.aerie.measuring.terminal_table import clean, cut
+from ansible.module_utils.aerie.words import clean
 
 SCHEMA = "aerie-provision/1"
-NARROWEST, WIDEST = 80, 140
 OK, FAILED, UNREACHABLE, NOT_BEGUN = "ok", "failed", "unreachable", "not begun"
 
 
@@ -109,35 +110,3 @@ class Fleet:
                 for host, record in self.hosts.items()
             },
         }
-
-    def table(self, width: int | None = None) -> str:
-        """Return the table: a row a host in the run's order, and below it the reasons, which are too long for a row."""
-        room = width or min(max(shutil.get_terminal_size((100, 24)).columns, NARROWEST), WIDEST)
-        head = ("host", "batch", "outcome", "changed", "reboot", "s")
-        rows = [
-            (
-                f"{host}{' (canary)' if host in self.canaries else ''}",
-                str(record.batch),
-                record.status,
-                (f"{len(record.changed)} would" if self.check else str(len(record.changed))) if record.changed else "–",
-                self._reboot(record),
-                f"{record.seconds:.0f}" if record.seconds is not None else "–",
-            )
-            for host, record in self.hosts.items()
-        ]
-        widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
-        lines = ["  ".join(cell.ljust(size) for cell, size in zip(row, widths, strict=True)).rstrip() for row in (head, *rows)]
-        lines.insert(1, "─" * min(room, sum(widths) + 2 * (len(widths) - 1)))
-        for host, record in self.hosts.items():
-            if record.reason:
-                at = f" at “{record.task}”" if record.task else ""
-                lines.append(cut(f"{host}: {record.status}{at}: {record.reason}", 4 * room))
-            if record.reboot["required"] and not record.reboot["done"]:
-                lines.append(cut(f"{host}: reboot required: {record.reboot['reason'] or 'no reason told'}", 4 * room))
-        return "\n".join(lines)
-
-    @staticmethod
-    def _reboot(record: HostRecord) -> str:
-        if record.reboot["done"]:
-            return "done"
-        return "required" if record.reboot["required"] else "–"

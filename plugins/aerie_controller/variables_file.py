@@ -14,7 +14,7 @@ from aerie_controller import PROJECT  # noqa: F401  makes ansible.module_utils.a
 
 # isort: split
 from ansible.module_utils.aerie.host.capture import Section
-from ansible.module_utils.aerie.measuring.terminal_table import clean
+from ansible.module_utils.aerie.words import clean
 
 WIDTH = 120
 _DATE = re.compile(r"^# captured \S+\n", re.MULTILINE)

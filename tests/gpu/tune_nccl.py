@@ -19,9 +19,14 @@ for name, places in (("ansible", []), ("ansible.module_utils", [str(PROJECT / "m
     package = types.ModuleType(name)
     package.__path__ = places
     sys.modules.setdefault(name, package)
+sys.path.insert(0, str(PROJECT / "plugins"))
 
+from ansible.module_utils.aerie.errors import AerieError  # noqa: E402
 from ansible.module_utils.aerie.paths import HostPaths  # noqa: E402
-from ansible.module_utils.aerie.tuning import decision, tune_run, tune_table  # noqa: E402
+from ansible.module_utils.aerie.tuning import decision, tune_run  # noqa: E402
+
+from aerie_controller import terminal  # noqa: E402
+from aerie_controller.terminal_reports import nccl_search  # noqa: E402
 
 KNOWN_BAD = [
     {
@@ -89,7 +94,11 @@ def main() -> None:
             log.flush()
 
         result = tune_run.run(tune_run.prepare(paths, tune_run.Request.of(given(paths.root))), tell)
-        table = tune_table.render(result, decision.decide(result, None), {}, {"seconds": f"{time.monotonic() - started:.0f}"})
+        decisions, seconds = decision.decide(result, None), f"{time.monotonic() - started:.0f}"
+        try:
+            table = terminal.render(nccl_search.parts(result, decisions, {}, {"seconds": seconds}), 100)
+        except AerieError as error:  # without rich; the result is what counts
+            table = f"{error}\n"
         print(table)
         (out / "table.txt").write_text(table)
         (out / "result.json").write_text(json.dumps(result, indent=1, sort_keys=True) + "\n")

@@ -24,14 +24,14 @@ from ansible.module_utils.aerie.measuring import (
     calibration_files,
     calibration_request,
     calibration_run,
-    calibration_table,
     dynamic_control,
 )
 from ansible.module_utils.aerie.measuring.calibration import ALWAYS, CROSSES, NEVER, PLAIN, SPECULATIVE, Level
 from ansible.module_utils.aerie.paths import HostPaths
 from ansible.module_utils.aerie.profiling import overhead
 
-from aerie_controller import report
+from aerie_controller import report, terminal
+from aerie_controller.terminal_reports import calibration as calibration_report
 
 HERE = Path(__file__).parent
 GRAPHS = [1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128]
@@ -372,7 +372,7 @@ def test_nothing_is_forced_afterwards_and_progress_told_what_is_left(calibrated)
 
 def test_table_and_page_show_before_and_now_and_fit(calibrated):
     _, found = calibrated
-    text = calibration_table.render(found, {"variables": "/x/gpu-01.yml"})
+    text = terminal.render(calibration_report.parts(found, {"variables": "/x/gpu-01.yml"}), 100)
     assert max(map(len, text.splitlines())) <= 100
     assert "Plain decoding wins above about" in text
     assert "Before: plain above 16 requests" in text

@@ -243,6 +243,7 @@ def test_it_works_once_for_all_hosts_without_reaching_any_and_tells_changes_trul
     first = play()
     assert first.count("eagle3 is faster than baseline up to about") == 2
     assert ("changed=1" in first, first.count("198.51.100.251 ")) == (True, 0)
+    assert first.partition("PLAY RECAP")[2].strip().splitlines()[-1] == f"report (written): {target}"
     before = target.stat().st_mtime_ns
     again = play()
     assert ("changed=0" in again, "report (unchanged)" in again) == (True, True)

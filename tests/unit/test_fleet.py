@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import ansible.plugins.callback  # noqa: F401  it looks at the machine when it is imported
 import pytest
 
+from aerie_controller import terminal
 from aerie_controller.fleet import Fleet
+from aerie_controller.terminal_reports import provisioning
 
 PLAN = {"order": ["c", "a", "b", "d", "e"], "canaries": ["c"], "batch": 2}
 OK = {"status": "ok", "task": None, "reason": None, "reboot": {"required": False, "done": False, "reason": None}}
@@ -22,7 +29,7 @@ def run(ends: dict, *, begun: str = "cabde", check: bool = False) -> Fleet:
 
 
 def lines_of(fleet: Fleet) -> list[str]:
-    return fleet.table(100).splitlines()
+    return terminal.render(provisioning.parts(fleet), 100).splitlines()
 
 
 def test_hosts_come_in_the_order_of_the_run_with_their_batches():
@@ -66,7 +73,7 @@ def test_a_reboot_that_is_due_is_told_with_its_reason_and_one_that_was_done_as_d
     fleet = run({"c": OK | {"reboot": due}, "a": OK | {"reboot": due | {"done": True}}, "b": OK, "d": OK, "e": OK})
     fleet.close()
     table = lines_of(fleet)
-    assert "required" in table[2] and "done" in table[3]
+    assert "required" in table[1] and "done" in table[2]
     assert table[-1] == "c: reboot required: driver 580.105.08 is not loaded"
 
 
@@ -82,5 +89,43 @@ def test_changes_are_counted_and_in_check_mode_foreseen(check, cell):
 def test_no_name_or_reason_can_draw_on_the_terminal():
     fleet = run({"c": {"status": "failed", "task": "x", "reason": "\x1b[2Jred"}}, begun="c")
     fleet.close()
-    assert "\x1b" not in fleet.table(100)
+    assert "\x1b" not in "\n".join(lines_of(fleet))
     assert "\x1b" not in json.dumps(fleet.content(), ensure_ascii=False)
+
+
+CALLBACK = Path(__file__).parents[2] / "plugins/callback/run_summary.py"
+
+
+@pytest.fixture
+def callback(monkeypatch):
+    """The callback plugin run_summary, as Ansible loads it."""
+    spec = importlib.util.spec_from_file_location("run_summary_callback", CALLBACK)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setattr("ansible.context.CLIARGS", {"check": False})
+    return module.CallbackModule()
+
+
+def result_of(host: str, task: str = "Install", **content: Any) -> SimpleNamespace:
+    named = SimpleNamespace(get_name=lambda: task, action="set_fact", ignore_unreachable=False)
+    return SimpleNamespace(result=content, host=SimpleNamespace(get_name=lambda: host), task=named)
+
+
+def test_the_callback_prints_the_fleet_last_and_keeps_it_as_json(callback, tmp_path, capfd):
+    play = SimpleNamespace(vars={"__provision_play": "work"})
+    plan = {"order": ["a", "b"], "canaries": [], "batch": 2, "results": str(tmp_path)}
+    callback.v2_playbook_on_play_start(play)
+    callback.v2_runner_on_ok(result_of("a", ansible_facts={"__provision_plan": plan}))
+    for host in plan["order"]:
+        callback.v2_runner_on_start(SimpleNamespace(get_name=lambda host=host: host), None)
+    callback.v2_runner_on_ok(result_of("a", changed=True, ansible_facts={"__provision_outcome": OK}))
+    callback.v2_runner_on_unreachable(result_of("b", msg="no \x1b[31mroute"))
+    callback.v2_playbook_on_stats(None)
+    lines = capfd.readouterr().out.splitlines()
+    (path,) = tmp_path.glob("*.json")
+    assert lines[-2:] == ["b: unreachable at “Install”: no route", f"summary: {path}"]
+    assert [line.split()[:3] for line in lines[-4:-2]] == [["a", "0", "ok"], ["b", "0", "unreachable"]]
+    assert json.loads(path.read_text())["hosts"]["a"]["changed"] == ["Install"]
+    callback.v2_playbook_on_stats(None)
+    assert capfd.readouterr().out == ""

@@ -13,7 +13,10 @@ import yaml
 from ansible.module_utils.aerie.errors import AerieError
 from ansible.module_utils.aerie.host import nccl
 from ansible.module_utils.aerie.measuring import experiment
-from ansible.module_utils.aerie.tuning import decision, messages, search, space, tune_table
+from ansible.module_utils.aerie.tuning import decision, messages, search, space
+
+from aerie_controller import terminal
+from aerie_controller.terminal_reports import nccl_search
 
 PROJECT = Path(__file__).parents[2]
 TABLE = nccl.Table.of(yaml.safe_load((PROJECT / "nccl/profiles.yml").read_text()))
@@ -343,7 +346,9 @@ def test_the_file_holds_the_set_with_its_evidence_and_the_role_takes_it():
 
 
 def test_a_person_reads_verdict_figures_and_who_is_out():
-    text = tune_table.render(result(), decision.decide(result(), records(1.05)), {}, {"variables": "/srv/nccl.yml"})
+    decisions = decision.decide(result(), records(1.05))
+    parts = nccl_search.parts(result(), decisions, {}, {"variables": "/srv/nccl.yml"})
+    text = terminal.render(parts, 100)
     for words in (
         "latency: faster, confirmed end to end",
         "throughput: no difference beyond noise",

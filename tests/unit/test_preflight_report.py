@@ -19,8 +19,10 @@ from ansible.module_utils.aerie.measuring import verdict
 from example_records import campaign
 from test_preflight_rules import HEALTHY, HOSTS, KNOWN, MODEL, ROOT, WANT, recorded
 
-from aerie_controller import report
-from aerie_controller.preflight import compare, results, rules, terminal
+from aerie_controller import report, terminal
+from aerie_controller.preflight import compare, results, rules
+from aerie_controller.terminal_reports import preflight as preflight_parts
+from ports import free_port
 
 PROJECT = Path(__file__).parents[2]
 EVIL = '<script>alert("x")</script>\x1b[2J{{ 7 * 7 }}'
@@ -30,19 +32,78 @@ def result(name: str, host: str | None = None, **want: Any) -> results.HostResul
     return results.examine(KNOWN, host or name, recorded(name), WANT | want)
 
 
+def text_of(found: list[results.HostResult], paths: dict[str, str] | None = None, width: int = 100) -> str:
+    return terminal.render(preflight_parts.parts(found, paths), width)
+
+
+def compared(difference: compare.Comparison, width: int = 100) -> str:
+    return terminal.render(preflight_parts.comparison(difference), width)
+
+
 def lost(host: str = "gpu-9") -> results.HostResult:
     return results.HostResult(host, unreachable="no route to host")
 
 
 def test_the_terminal_shows_the_worst_first_each_finding_once_and_who_was_not_asked():
     found = [result(HEALTHY, "a"), result("bar1-256-mib", "b"), result("bar1-256-mib", "c"), result("acs-redirect", "d"), lost("e")]
-    said = terminal.render(found, {"page": "/x/preflight.html"})
+    said = text_of(found, {"page": "/x/preflight.html"})
     assert said.count("bar1-small") == 1
     assert "ERROR  bar1-small on b and c" in said
     assert said.index("bar1-small") < said.index("WARNING  acs-redirect on d") < said.index("note  pairs-cross-sockets")
     assert re.search(r"^e .*not asked: no route to host$", said, re.MULTILINE)
     assert said.endswith("page: /x/preflight.html\n")
-    assert all(words in said for words in ("why: ", "cure: BIOS: Above 4G Decoding", "see: ", "and 4 more"))
+    assert all(words in said for words in ("why: ", "fix: BIOS: Above 4G Decoding", "see: ", "and 4 more"))
+
+
+@pytest.mark.parametrize("width", [80, 140])
+def test_a_command_of_a_fix_stands_whole_on_a_line_of_its_own(width):
+    found = [result("caches-stale", "a"), result("untuned", "b")]
+    lines = text_of(found, width=width).splitlines()
+    cache = "/home/user1/.cache/sglang/gpu_p2p_access_cache_for_0,1,2,3,4,5,6,7.json"
+    assert f"        rm -- {cache}" in lines
+    assert '        host_tuning_settings: {sysctl: {vm.swappiness: "0"}}' in lines
+    assert lines[lines.index(f"        rm -- {cache}") - 1] == "    fix: remove it"
+    page = report.render_preflight(found)
+    assert f"<code>rm -- {cache}</code>" in page
+    assert "<code>host_tuning_settings: {sysctl: {vm.swappiness: &#34;0&#34;}}</code>" in page
+
+
+def test_hosts_whose_commands_differ_have_their_own():
+    other = copy.deepcopy(recorded("caches-stale"))
+    for cache in other["caches"]:
+        cache["path"] = cache["path"].replace("user1", "user2")
+    found = [result("caches-stale", "a"), results.examine(KNOWN, "b", other, WANT)]
+    said = text_of(found)
+    for host, user in (("a", "user1"), ("b", "user2")):
+        assert f"    fix on {host}: remove it\n        rm -- /home/{user}/.cache/sglang/" in said
+
+
+def test_severities_are_coloured():
+    said = terminal.render(preflight_parts.parts([result("acs-redirect", "a"), lost()]), 100, colour=True)
+    assert "\x1b[33mWARNING\x1b[0m" in said
+    assert "\x1b[1;31mnot asked: no route to host" in said
+
+
+def test_a_run_s_summary_is_short_and_has_the_worst_host_first():
+    found = [result(HEALTHY, "a"), result("bar1-256-mib", "b"), result("gpu-lost", "c"), lost()]
+    first, second, third = preflight_parts.run_summary(found, "/x/preflight.html")
+    assert first["text"].startswith("2 of 4 hosts have errors: c (gpu-off-the-bus, ")
+    assert first["text"].endswith("b (bar1-small)")
+    assert second["text"] == "1 of 4 hosts could not be asked: gpu-9"
+    assert third == {"text": "page", "path": "/x/preflight.html"}
+    many = [result("bar1-256-mib", f"gpu-{number:02}") for number in range(40)]
+    assert preflight_parts.run_summary(many, "/x")[0]["text"].endswith("gpu-04 (bar1-small) and 35 more")
+    (warned, _) = preflight_parts.run_summary([result("acs-redirect", "d")], "/x")
+    assert warned == {"text": "1 of 1 host has warnings: d (acs-redirect)", "style": "warning"}
+    (well, _) = preflight_parts.run_summary([result(HEALTHY, "a")], "/x")
+    assert re.fullmatch(r"no errors or warnings on 1 host, \d+ notes?", well["text"])
+
+
+def test_a_result_of_an_earlier_aerie_without_commands_is_read():
+    value = result("untuned", "a").as_dict()
+    for finding in value["findings"]:
+        del finding["commands"]
+    assert all(finding.commands == () for finding in results.HostResult.from_dict(value).findings)
 
 
 def test_what_became_of_active_probes_is_told():
@@ -52,13 +113,13 @@ def test_what_became_of_active_probes_is_told():
         "all_reduce": {"status": "timeout", "seconds": 120.0, "reason": "rank 1 stopped at 'first all_reduce'", "figures": {}},
     }
     found = results.examine(KNOWN, "a", recorded(HEALTHY) | {"probes": probes}, WANT)
-    for said in (terminal.render([found]), report.render_preflight([found])):
+    for said in (text_of([found]), report.render_preflight([found])):
         assert "kernels passed (6.2 s); p2p skipped: one GPU; all_reduce timeout (120.0 s)" in said
         assert "stopped at" in said and "probe-all-reduce" in said
 
 
 def test_what_was_not_judged_is_told_by_reason():
-    said = terminal.render([result("bare", "new")])
+    said = text_of([result("bare", "new")])
     assert re.search(r"gpus is not known: nvidia-smi: not found: .* more rules", said.replace("\n    ", " "))
 
 
@@ -67,7 +128,7 @@ def test_no_host_s_words_reach_the_terminal_or_the_page_as_more_than_words():
     info["kernel"] = info["os"]["name"] = info["gpus"][0]["name"] = EVIL
     info["driver"]["xids"] = [{"seconds": 1.0, "xid": 79, "pci": EVIL, "message": EVIL}]
     found = results.examine(KNOWN, EVIL, info, WANT)
-    said = terminal.render([found]) + terminal.comparison(compare.compare(result(HEALTHY), found))
+    said = text_of([found]) + compared(compare.compare(result(HEALTHY), found))
     assert "\x1b" not in said
     assert "{{ 7 * 7 }}" in said
     page = report.render_preflight([found], [compare.compare(result(HEALTHY), found)])
@@ -78,8 +139,9 @@ def test_no_host_s_words_reach_the_terminal_or_the_page_as_more_than_words():
 @pytest.mark.parametrize("width", [100, 80])
 def test_lines_stay_within_the_terminal(width):
     found = [result("gpu-lost", "gpu-lost-somewhere-in-a-rack-with-a-very-long-name"), result("nccl-conf-stale"), lost()]
-    texts = [terminal.render(found, width=width), terminal.comparison(compare.compare(found[0], found[1]), width=width)]
-    assert max(len(line) for text in texts for line in text.splitlines()) <= width
+    texts = [text_of(found, width=width), compared(compare.compare(found[0], found[1]), width=width)]
+    commands = {f"        {command}" for host in found for finding in host.findings for command in finding.commands}
+    assert max(len(line) for text in texts for line in text.splitlines() if line not in commands) <= width
 
 
 class Page(HTMLParser):
@@ -140,7 +202,7 @@ def test_a_host_compared_with_itself_or_a_twin_does_not_differ():
         gpu["power"]["draw_w"] = 77.0
     found = compare.compare(result(HEALTHY), results.examine(KNOWN, "twin", twin, WANT))
     assert found.empty, found
-    assert "No difference" in terminal.comparison(found)
+    assert "No difference" in compared(found)
 
 
 @pytest.mark.parametrize(
@@ -160,7 +222,7 @@ def test_a_comparison_begins_with_the_rule_and_names_what_differs(name, rule, pa
     assert rule in [finding.id for finding in found.only_bad]
     assert found.only_good == ()
     assert path in [difference.path for difference in found.differences]
-    said = terminal.comparison(found)
+    said = compared(found)
     assert said.index(rule) < said.index("differs")
 
 
@@ -198,7 +260,7 @@ def test_ignored_findings_are_set_apart_with_their_reason_and_fail_nothing():
     ignore = results.ignored([{"id": "bar1-small", "reason": "a test board"}], KNOWN)
     found = results.examine(KNOWN, "a", recorded("bar1-256-mib"), WANT, ignore)
     assert not found.fails(rules.WARNING)
-    assert "ignored on a: error bar1-small: a test board" in terminal.render([found])
+    assert "ignored on a: error bar1-small: a test board" in text_of([found])
     with pytest.raises(AerieError, match="no rule is called 'bar1-smal'; did you mean 'bar1-small'"):
         results.ignored(["bar1-smal"], KNOWN)
     with pytest.raises(AerieError, match="must have id and reason"):
@@ -228,7 +290,8 @@ def preflight(tmp_path):
     def run(*options: str, hosts: dict[str, str], dead: bool = False, **variables: Any) -> tuple[int, str]:
         entries: dict[str, Any] = {name: {"preflight_root": str(HOSTS / recording)} for name, recording in hosts.items()}
         if dead:
-            entries["dead"] = {"ansible_connection": "ssh", "ansible_host": "127.0.0.1", "ansible_port": 1}
+            address = {"ansible_host": "127.0.0.1", "ansible_port": free_port()}
+            entries["dead"] = {"ansible_connection": "ssh", **address}
         inventory = tmp_path / "hosts.yml"
         common = {
             "ansible_connection": "local",
@@ -255,6 +318,12 @@ def test_a_run_reports_every_host_fails_for_the_sick_and_the_lost_and_does_not_s
     assert status != 0
     assert said.count("\nPreflight\n") == 1
     assert "ERROR  bar1-small on bad" in said and "WARNING  acs-redirect on slow" in said and "not asked:" in said
+    assert re.search(r"^fatal: \[bad\]: FAILED! => 1 error: bar1-small$", said, re.MULTILINE)
+    assert re.search(r"^fatal: \[dead\]: FAILED! => could not be asked: ", said, re.MULTILINE)
+    last = said.strip().splitlines()[-3:]
+    assert last[0] == "1 of 4 hosts has errors: bad (bar1-small)"
+    assert last[1] == "1 of 4 hosts could not be asked: dead"
+    assert last[2] == f"page: {tmp_path}/results/preflight/preflight.html"
     failed = {host: int(count) for host, count in re.findall(r"^(\w+) .*failed=(\d+)", said, re.MULTILINE)}
     assert failed == {"good": 0, "bad": 1, "slow": 0, "dead": 1}
     output = tmp_path / "results/preflight"
@@ -276,7 +345,7 @@ def test_a_model_that_differs_is_told_and_one_that_is_not_known_is_no_difference
     gone = compare.differences(with_model(identity=one), recorded(HEALTHY) | {"models": {}})
     assert f"models.{MODEL}.bytes" in [one.path for one in gone]
     bad = results.examine(KNOWN, "bad", with_model(identity=other), WANT)
-    said = terminal.comparison(compare.compare(results.examine(KNOWN, "good", with_model(identity=one), WANT), bad))
+    said = compared(compare.compare(results.examine(KNOWN, "good", with_model(identity=one), WANT), bad))
     assert MODEL in said and one[:12] in said and other[:12] in said
 
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 import copy
 import functools
 import json
+import re
+import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from ansible.module_utils.aerie import words
 from ansible.module_utils.aerie.errors import AerieError
-from ansible.module_utils.aerie.host import host_info
+from ansible.module_utils.aerie.host import host_info, tuning_settings
 
 from aerie_controller.preflight import pains, rules, schema
 
@@ -212,6 +215,97 @@ def test_whatever_a_host_does_not_tell_no_rule_breaks(name):
     assert len(judgement.findings) + len(judgement.unjudged) + len(judgement.fine) == len(KNOWN)
 
 
+def commands_by_rule() -> dict[str, tuple[str, ...]]:
+    """The commands of each rule, on a host on which it fires."""
+    commands: dict[str, tuple[str, ...]] = {}
+    for judgement in (
+        *(judged(recorded(name)) for name in SICK),
+        *(judged(info, **want) for info, want in MADE.values()),
+    ):
+        for finding in judgement.findings:
+            commands[finding.id] = commands.get(finding.id, ()) + finding.commands
+    return commands
+
+
+def is_setting(command: str) -> bool:
+    return re.match(r"[a-z_]+: ", command) is not None
+
+
+def test_every_command_that_a_rule_has_is_shown_where_it_fires():
+    commands = commands_by_rule()
+    assert [rule.id for rule in KNOWN if rule.commands and not commands[rule.id]] == []
+    assert sum(bool(rule.commands) for rule in KNOWN) > 45
+
+
+def test_a_command_can_be_pasted_into_a_shell_and_names_a_playbook_that_exists():
+    for rule, commands in commands_by_rule().items():
+        for command in commands:
+            if is_setting(command):
+                continue
+            assert not set(command) & set("<>;|&`\n"), (rule, command)
+            argv = shlex.split(command)
+            if argv[0] == "ansible-playbook":
+                assert (PROJECT / argv[3]).is_file(), (rule, command)
+
+
+def test_a_setting_can_be_pasted_into_an_inventory():
+    specs = [yaml.safe_load(path.read_text()) for path in PROJECT.glob("roles/*/meta/argument_specs.yml")]
+    options = {name for spec in specs for entry in spec["argument_specs"].values() for name in entry.get("options", {})}
+    for rule, commands in commands_by_rule().items():
+        for command in filter(is_setting, commands):
+            ((name, value),) = yaml.safe_load(command).items()
+            assert name in options | {"ansible_become"}, (rule, command)
+            if name == "host_tuning_settings":
+                assert tuning_settings.parse(value)[1] == [], (rule, command)
+
+
+def test_no_fix_holds_a_command_in_its_sentence():
+    literals = re.compile(r"\b(nvidia-smi -|rm -|fuser |apt-get |dpkg -|ldconfig|playbooks/|update-initramfs)|<GPU>|<W>")
+    cures = {entry["id"]: entry["cure"] for entry in yaml.safe_load(rules.RULES.read_text())["rules"]}
+    assert {name: cure for name, cure in cures.items() if literals.search(cure)} == {}
+
+
+HOSTILE_PATHS = (
+    "/x; reboot #.json",
+    "/x'; reboot; '.json",
+    '/x$(reboot)`reboot`".json',
+    "/x\nreboot\n.json",
+    "/x\x1b[2J\x1b]52;c;cm0=\x07.json",
+    "/etc/\u200bpasswd",
+    "/back\\slash\u202e'quote.json",
+    "/caf\udce9/ö.json",
+    "-rf",
+)
+
+
+def arguments(command: str) -> list[str]:
+    """What bash makes of a command: words, and $'…' with its escapes, which shlex doesn't know."""
+    match = re.fullmatch(r"(.*)\$'([^']*)'", command)
+    if match is None:
+        return shlex.split(command)
+    data = match[2].encode("ascii").decode("unicode_escape").encode("latin-1")
+    return [*shlex.split(match[1]), data.decode("utf-8", "surrogateescape")]
+
+
+@pytest.mark.parametrize("path", HOSTILE_PATHS)
+def test_a_host_s_path_is_an_argument_whatever_it_holds(path):
+    info = copy.deepcopy(recorded("caches-stale"))
+    cache = next(cache for cache in info["caches"] if cache["kind"] == "sglang_p2p" and not cache["release_keyed"])
+    cache["path"] = path
+    (finding,) = (finding for finding in judged(info).findings if finding.id == "p2p-cache-older-than-driver")
+    (command,) = finding.commands
+    assert command.isprintable() and command == words.clean(command)
+    assert arguments(command) == ["rm", "--", path]
+
+
+def test_a_command_that_needs_a_value_that_is_not_known_is_left_out():
+    rule = GOOD | {"commands": ["rm -- {{ info.user.name }}", "{{ info.gpus }}", "ls -- {{ info.packages.held }}"]}
+    (lone,) = rules.read({"rules": [rule]}, "here")
+    info = {"kernel": "a", "user": {"name": None}, "packages": {"held": ["a b", "c"]}}
+    (finding,) = rules.judge([lone], info, {"profile": "cuda"}).findings
+    assert finding.commands == ("ls -- 'a b' c",)
+
+
 def leaves(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     if isinstance(value, dict):
         # Mappings of many names, as of packages or links, are alike all through.
@@ -284,6 +378,9 @@ GOOD = {"id": "x", "severity": "note", "when": "info.kernel == 'a'", "evidence":
         ({"profiles": ["tpu"]}, "profiles is ['tpu']"),
         ({"cure": None}, "cure is missing"),
         ({"id": 3}, "id must be a text"),
+        ({"commands": "rm"}, "commands must be a list of texts"),
+        ({"commands": ["rm {{ info.kernl }}"]}, "commands: info.kernl"),
+        ({"commands": ["one\ntwo"]}, "must be one line"),
     ],
 )
 def test_a_bad_rule_is_refused_with_file_and_id(tmp_path, change, said):

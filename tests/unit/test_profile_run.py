@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -18,9 +17,11 @@ from ansible.module_utils.aerie import processes
 from ansible.module_utils.aerie.errors import AerieError
 from ansible.module_utils.aerie.measuring import bench_clients
 from ansible.module_utils.aerie.paths import HostPaths
-from ansible.module_utils.aerie.profiling import preloaded_client, profile_levels, profile_request, profile_run, profile_table
+from ansible.module_utils.aerie.profiling import preloaded_client, profile_levels, profile_request, profile_run
 
-from aerie_controller import report
+from aerie_controller import report, terminal
+from aerie_controller.terminal_reports import profile
+from ports import free_port
 
 HERE = Path(__file__).parent
 TRACE = HERE.parent / "fixtures/traces/eagle3-cpu.trace.json.gz"
@@ -37,11 +38,6 @@ if __name__ == "__main__":
     time.sleep(60)
 """
 EAGLE3 = {"name": "eagle3", "speculation": {"algorithm": "EAGLE3", "draft_model": "draft"}, "flags": {}, "environment": {}}
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 class Lab:
@@ -258,7 +254,7 @@ def figures(lab):
 
 
 def test_the_table_fits_a_terminal_and_names_what_is_simulated_or_unknown(figures):
-    text = profile_table.render(figures, {"page": "/x/profile.html"})
+    text = terminal.render(profile.parts(figures, {"page": "/x/profile.html"}), 100)
     assert max(map(len, text.splitlines())) <= 100
     assert "1 600 sim" in text
     assert "frobnicate_v3 10.0 %" in text

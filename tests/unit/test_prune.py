@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -13,11 +14,14 @@ from typing import Any
 import pytest
 import upkeep_example
 from ansible.module_utils.aerie.errors import AerieError
-from ansible.module_utils.aerie.releases import prune, upkeep_tables
+from ansible.module_utils.aerie.releases import prune
 from ansible.module_utils.testing import patch_module_args
 from upkeep_example import MARKS, WORKER
 
 import host_prune
+from aerie_controller import terminal
+from aerie_controller.figures import human
+from aerie_controller.terminal_reports import upkeep
 
 LONG_AGO = time.time() - 40 * prune.DAY
 
@@ -100,7 +104,8 @@ def test_a_release_that_a_process_uses_stays_and_the_process_is_named(root, run)
 
 def test_a_process_that_hid_its_arguments_is_seen_by_the_directory_that_it_works_in(root, run):
     made = releases(root, 2)
-    user = subprocess.Popen(["sglang::scheduler", "60"], executable="/bin/sleep", cwd=made[0].path, env={})
+    argv, sleep = ["sglang::scheduler", "60"], shutil.which("sleep")
+    user = subprocess.Popen(argv, executable=sleep, cwd=made[0].path, env={})
     try:
         run(keep=1)
         assert there(root) == set("ab")
@@ -346,10 +351,11 @@ def test_a_lease_that_was_lost_stops_it(root, run):
 def test_the_table_fits_a_terminal(root, run):
     made = releases(root)
     root.link("current", made[0])
-    text = upkeep_tables.pruned("gpu-01", run(keep=1, protect=["1.2.3-" + "e" * 11]), done=False)
+    outcome = run(keep=1, protect=["1.2.3-" + "e" * 11])
+    text = terminal.render(upkeep.pruned("gpu-01", outcome, done=False), 100)
     assert max(map(len, text.splitlines())) <= 100
     assert f"release {made[1].id}" in text
     assert "not one of the 1 newest" in text
     assert "! sglang_release_protect names" in text
-    assert upkeep_tables.human(0) == "0 B"
-    assert upkeep_tables.human(1536 << 20) == "1.5 GiB"
+    assert human(0) == "0 B"
+    assert human(1536 << 20) == "1.5 GiB"

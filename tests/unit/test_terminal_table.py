@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from ansible.module_utils.aerie.measuring import terminal_table, verdict
+from ansible.module_utils.aerie.measuring import verdict
 from example_records import FLASHINFER, campaign, record
 
+from aerie_controller import terminal
+from aerie_controller.terminal_reports import experiment
 
-def lines_of(records, **places: str) -> list[str]:
-    return terminal_table.render(verdict.groups(records), places).splitlines()
+
+def lines_of(records, width: int = 100, **paths: str) -> list[str]:
+    return terminal.render(experiment.parts(verdict.groups(records), paths), width).splitlines()
 
 
 def row(lines: list[str], *start: str) -> list[str]:
@@ -39,7 +42,7 @@ def test_crossover_phases_failures_and_places_are_told():
 
 
 def test_no_line_is_wider_than_a_hundred_columns():
-    long = "an-arm-with-a-very-long-name-indeed-" * 3
+    long = "an-arm-with-a-very-long-name-indeed-" * 2
     records = [*campaign({"baseline": {1: 12345.0, 4096: 98765.0}, long: {1: 23456.0, 4096: 99876.0}}), record(long, 8192, None)]
     for each in records:
         each["environment"] = {"SGLANG_SIMULATE_ACC_LEN": "2.4"}
@@ -59,4 +62,4 @@ def test_a_name_cannot_move_the_cursor_or_forge_a_line():
 
 
 def test_nothing_measured_gives_no_table():
-    assert terminal_table.render([], {"results": "/srv"}) == "results: /srv\n"
+    assert terminal.render(experiment.parts([], {"results": "/srv"}), 100) == "results: /srv\n"

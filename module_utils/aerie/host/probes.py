@@ -66,6 +66,7 @@ class Settings:
     timeout_seconds: float = 120.0
     environment: Mapping[str, str] = field(default_factory=dict)
     allow_busy: bool = False
+    cuda_toolkit: Path = CUDA_TOOLKIT
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Settings:
@@ -265,8 +266,8 @@ def _environment(settings: Settings, python: Path | None, gpus: Sequence[int]) -
     """Return the variables of every program: ours, those of a server's NCCL, and what was asked for."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("AERIE_", "ANSIBLE_")) and name != "PYTHONHOME"}
     environment = {"HF_HUB_OFFLINE": "1", "PYTHONDONTWRITEBYTECODE": "1", "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
-    if CUDA_TOOLKIT.is_dir() and gpus:
-        environment["CUDA_HOME"] = inherited.get("CUDA_HOME", str(CUDA_TOOLKIT))
+    if settings.cuda_toolkit.is_dir() and gpus:
+        environment["CUDA_HOME"] = inherited.get("CUDA_HOME", str(settings.cuda_toolkit))
     bins = [str(python.parent)] if python else []
     bins += [f"{made}/bin"] if (made := _made_of(python)) else []
     bins += [f"{environment['CUDA_HOME']}/bin"] if "CUDA_HOME" in environment else []

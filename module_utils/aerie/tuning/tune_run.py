@@ -223,6 +223,20 @@ def _require_same(job: Job) -> None:
         )
 
 
+def predict(job: Job) -> dict[str, Any]:
+    """Return what a search would try, for check mode."""
+    bench = job.bench.as_dict()
+    sizes = listing(size_text(size) for size in bench["sizes"])
+    return {
+        "would_try": [candidate.name for candidate in job.choice.candidates],
+        "refused": [{"candidate": name, "why": why} for name, why in job.choice.refused],
+        "messages": [message.as_dict() for message in job.messages],
+        "expected_launches": job.expected,
+        "msg": f"{len(job.choice.candidates) - 1} sets would be tried on {bench['ranks']} ranks "
+        f"with {bench['backend']}, in about {job.expected} launches, at {sizes}",
+    }
+
+
 def run(job: Job, tell: Tell) -> dict[str, Any]:
     """Search; launches that the run has measured are not measured again. Return result.json."""
     launches = job.directory / LAUNCHES

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import functools
 import re
+import shlex
+import string
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -19,7 +21,7 @@ from jinja2.nativetypes import NativeEnvironment
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 # isort: split
-from ansible.module_utils.aerie.words import near
+from ansible.module_utils.aerie.words import clean, near
 
 from .schema import Shape
 
@@ -204,6 +206,29 @@ def finalize(value: Any) -> Any:
     return ", ".join(str(finalize(one)) for one in value) if isinstance(value, list) else value
 
 
+_PLAIN = frozenset(string.ascii_letters + string.digits + " !#%&()*+,-./:;<=>?@[]^_{|}~$")
+_HALF = re.compile("[\ud800-\udc7f\udd00-\udfff]")
+
+
+def quoted(value: Any) -> str:
+    """Return a host's value as words of a shell: whatever it holds, it is an argument and no command.
+
+    A list becomes several words. A value with characters that a terminal does not show is written with
+    escapes ($'…'), so that what is copied is what was meant.
+    """
+    if isinstance(value, NotKnown) or value is None:
+        raise NotKnownError(value.why if isinstance(value, NotKnown) else "a value is not known")
+    if isinstance(value, list):
+        return " ".join(quoted(entry) for entry in value)
+    words = str(value)
+    if clean(words) == words:
+        return shlex.quote(words)
+    # Byte by byte: bash writes the byte, not the character, for \xe9. Half a character has no bytes of its own.
+    data = words.encode("utf-8", "surrogateescape" if _HALF.search(words) is None else "surrogatepass")
+    escaped = (chr(byte) if chr(byte) in _PLAIN else f"\\x{byte:02x}" for byte in data)
+    return f"$'{''.join(escaped)}'"
+
+
 def _prepared(environment: jinja2.Environment) -> Any:
     environment.tests |= {"older_than": older_than, "matching": matching}
     environment.filters |= {
@@ -219,9 +244,11 @@ def _prepared(environment: jinja2.Environment) -> Any:
 
 _expressions = _prepared(_Expressions(undefined=NotKnown))
 _texts = _prepared(_Texts(undefined=NotKnown, finalize=finalize, trim_blocks=True, lstrip_blocks=True))
+_commands = _prepared(_Texts(undefined=NotKnown, finalize=quoted, trim_blocks=True, lstrip_blocks=True))
 
 Expression = Callable[[Mapping[str, Any]], Any]
 Text = Callable[[Mapping[str, Any]], str]
+Command = Callable[[Mapping[str, Any]], str | None]
 
 
 @functools.cache
@@ -247,6 +274,20 @@ def text(source: str) -> Text:
             return str(template.render(**scope)).strip()
         except (NotKnownError, TypeError, ValueError) as error:
             return f"({error})"
+
+    return render
+
+
+@functools.cache
+def command(source: str) -> Command:
+    """Return the compiled command; its call gives None where it needs a value that is not known."""
+    template = _commands.from_string(source)
+
+    def render(scope: Mapping[str, Any]) -> str | None:
+        try:
+            return str(template.render(**scope)).strip()
+        except (NotKnownError, TypeError, ValueError):
+            return None
 
     return render
 

@@ -89,7 +89,13 @@ class HostResult:
 
 def _finding(value: Mapping[str, Any]) -> Finding:
     texts = {key: str(value[key]) for key in ("id", "severity", "cause", "cure", "reference")}
-    return Finding(evidence=tuple(value["evidence"]), not_known=tuple(value["not_known"]), **texts)
+    return Finding(
+        evidence=tuple(value["evidence"]),
+        not_known=tuple(value["not_known"]),
+        # A result of an earlier Aerie has none.
+        commands=tuple(value.get("commands", ())),
+        **texts,
+    )
 
 
 def examine(

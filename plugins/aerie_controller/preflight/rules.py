@@ -23,7 +23,7 @@ RULES = PROJECT / "preflight/rules.yml"
 ERROR, WARNING, NOTE = "error", "warning", "note"
 SEVERITIES = (ERROR, WARNING, NOTE)
 PROFILES = ("cuda", "cpu")
-KEYS = ("id", "severity", "profiles", "only", "each", "when", "evidence", "cause", "cure", "reference")
+KEYS = ("id", "severity", "profiles", "only", "each", "when", "evidence", "cause", "cure", "commands", "reference")
 REQUIRED = ("id", "severity", "when", "evidence", "cause", "cure", "reference")
 MOST_LINES = 16
 """Of one finding's evidence: a host with a thousand bad rows says it with fewer."""
@@ -42,6 +42,8 @@ class Rule:
     evidence: tuple[expressions.Text, ...]
     cause: expressions.Text
     cure: expressions.Text
+    commands: tuple[expressions.Command, ...]
+    """What can be copied into a shell or an inventory, a line each."""
     reference: str
 
 
@@ -57,6 +59,7 @@ class Finding:
     reference: str
     not_known: tuple[str, ...] = ()
     """What could not be judged besides, as where one GPU of eight does not answer."""
+    commands: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -117,6 +120,7 @@ def _rule(value: Any, number: int, problems: list[str]) -> Rule | None:
         evidence=tuple(expressions.text(one) for one in value["evidence"]),
         cause=expressions.text(value["cause"]),
         cure=expressions.text(value["cure"]),
+        commands=tuple(expressions.command(source) for source in value.get("commands", [])),
         reference=value["reference"],
     )
 
@@ -134,6 +138,10 @@ def _problems(value: Mapping[str, Any]) -> Iterator[str]:
     if not isinstance(profiles, list) or not profiles or not set(profiles) <= set(PROFILES):
         yield f"profiles is {profiles!r}: it must be a list of {listing(PROFILES)}"
     evidence, each = value.get("evidence") or [], value.get("each") or {}
+    commands = value.get("commands", [])
+    if not isinstance(commands, list) or not all(isinstance(source, str) and source for source in commands):
+        yield "commands must be a list of texts"
+        return
     if not isinstance(evidence, list) or not all(isinstance(one, str) for one in evidence):
         yield "evidence must be a list of texts"
         return
@@ -153,6 +161,10 @@ def _problems(value: Mapping[str, Any]) -> Iterator[str]:
     for key, source in (*(("evidence", one) for one in evidence), *((key, value.get(key) or "") for key in ("cause", "cure"))):
         inner = scope if key == "evidence" else SCOPE
         yield from (f"{key}: {problem}" for problem in expressions.text_problems(source, inner))
+    for source in commands:
+        yield from (f"commands: {problem}" for problem in expressions.text_problems(source, scope))
+        if "\n" in source.strip():
+            yield f"commands: {source!r} must be one line"
 
 
 def judge(rules: Sequence[Rule], info: Mapping[str, Any], want: Mapping[str, Any]) -> Judgement:
@@ -176,6 +188,7 @@ def judge(rules: Sequence[Rule], info: Mapping[str, Any], want: Mapping[str, Any
 def _judge(rule: Rule, scope: Mapping[str, Any]) -> Finding | Unjudged | None:
     whys: list[str] = []
     evidence: list[str] = []
+    commands: list[str] = []
     fires = False
     try:
         if rule.only is not None and not rule.only(scope):
@@ -191,11 +204,21 @@ def _judge(rule: Rule, scope: Mapping[str, Any]) -> Finding | Unjudged | None:
             continue
         fires = True
         evidence += [line for text in rule.evidence if (line := text(inner))]
+        commands += [command for render in rule.commands if (command := render(inner))]
     not_known = tuple(dict.fromkeys(whys))
     if fires:
         lines = list(dict.fromkeys(evidence))
         more = [f"and {len(lines) - MOST_LINES} more"] if len(lines) > MOST_LINES else []
-        return Finding(rule.id, rule.severity, (*lines[:MOST_LINES], *more), rule.cause(scope), rule.cure(scope), rule.reference, not_known)
+        return Finding(
+            id=rule.id,
+            severity=rule.severity,
+            evidence=(*lines[:MOST_LINES], *more),
+            cause=rule.cause(scope),
+            cure=rule.cure(scope),
+            reference=rule.reference,
+            not_known=not_known,
+            commands=tuple(dict.fromkeys(commands))[:MOST_LINES],
+        )
     return Unjudged(rule.id, not_known) if not_known else None
 
 

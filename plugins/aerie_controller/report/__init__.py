@@ -13,16 +13,18 @@ from typing import Any
 
 import jinja2
 from ansible.module_utils.aerie.errors import AerieError
-from ansible.module_utils.aerie.measuring import calibration_table, verdict
-from ansible.module_utils.aerie.measuring.terminal_table import cut, number, range_text
-from ansible.module_utils.aerie.profiling import profile_table, trace_summary
+from ansible.module_utils.aerie.measuring import verdict
+from ansible.module_utils.aerie.profiling import trace_summary
 from ansible.module_utils.aerie.profiling.phases import PHASES
-from ansible.module_utils.aerie.words import listing
+from ansible.module_utils.aerie.words import cut, listing
 
-from ..preflight import terminal as preflight_terminal
+from ..figures import interval, number, range_text
+from ..preflight import wording
 from ..preflight.compare import Comparison
 from ..preflight.results import HostResult
 from ..preflight.rules import SEVERITIES
+from ..terminal_reports import calibration as calibration_words
+from ..terminal_reports import profile as profile_words
 
 DEFAULT_TITLE = "SGLang with and without EAGLE-3"
 TEMPLATE, PROFILE_TEMPLATE, PREFLIGHT_TEMPLATE = "page.html.j2", "profile.html.j2", "preflight.html.j2"
@@ -47,7 +49,7 @@ def _template(name: str) -> jinja2.Template:
         lstrip_blocks=True,
     )
     environment.filters.update(number=number, range=range_text, listing=listing, span=span, plain=plain, machine=machine, headline=headline)
-    environment.filters.update(shown=preflight_terminal.shown, reasons=preflight_terminal.reasons, probed=preflight_terminal.probed)
+    environment.filters.update(shown=wording.shown, reasons=wording.reasons, probed=wording.probed)
     return environment.get_template(name)
 
 
@@ -103,7 +105,7 @@ def render_profile(found: Mapping[str, Any]) -> str:
     """Return the page of a profile (as profile.json holds it); refuses where matplotlib is missing, saying what to install."""
     plots, template = _plots(), _template(PROFILE_TEMPLATE)
     hosts = [_profiled_host(plots, name, content["arms"], f"h{number}") for number, (name, content) in enumerate(found["hosts"].items(), 1)]
-    known = {"interval": profile_table.interval, "heads": profile_table.CATEGORY_HEADS}
+    known = {"interval": interval, "heads": profile_words.CATEGORY_HEADS}
     return template.render(run_id=found["run_id"], hosts=hosts, **known).rstrip() + "\n"
 
 
@@ -119,8 +121,8 @@ def render_calibration(found: Mapping[str, Any]) -> str:
             gain=plots.gain(told, "gain"),
             shares=plots.kept(found, "kept"),
             swatches=[plots.swatch(index) for index in range(3)],
-            limits=calibration_table.limits,
-            remarks=calibration_table.remarks(found),
+            limits=calibration_words.limits,
+            remarks=calibration_words.remarks(found),
         ).rstrip()
         + "\n"
     )
@@ -140,7 +142,7 @@ def _profiled_host(plots: Any, name: str, arms: Sequence[Mapping[str, Any]], key
         "levels": levels,
         "phased": phased,
         "traced": traced,
-        "parts": [(phase, dict(verdict.PARTS).get(phase, phase), profile_table.PHASE_HEADS[phase]) for phase in PHASES],
+        "parts": [(phase, dict(verdict.PARTS).get(phase, phase), profile_words.PHASE_HEADS[phase]) for phase in PHASES],
         "kinds": kinds,
         "shares": _stacked(
             plots,

@@ -15,10 +15,12 @@ from typing import Any
 
 import matplotlib
 from ansible.module_utils.aerie.measuring import verdict
-from ansible.module_utils.aerie.measuring.terminal_table import clean, cut, number
+from ansible.module_utils.aerie.words import clean, cut
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedFormatter, FixedLocator, FuncFormatter, NullLocator
+
+from ..figures import number
 
 INK, MUTED, GRID, PAPER = "#010001", "#010002", "#010003", "#010004"
 _PLAIN = {INK: "--ink", MUTED: "--muted", GRID: "--grid", PAPER: "--paper"}
