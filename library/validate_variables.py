@@ -10,7 +10,8 @@ description:
   - Checks a host's variables against the argument specifications of all roles, then what types can't tell, such as names
     that must exist, ports that must differ, or a version that must have a lock.
   - Refuses a variable that has a role's prefix and that no role knows, with near matches and the place where it was set.
-  - Runs on the controller, reports all problems in one failure, and touches nothing.
+  - Runs on the controller, returns all problems and fails for none of them, and touches nothing. M(validation_report) fails for
+    those of all hosts at once.
 author: Aerie contributors (!UNKNOWN)
 options:
   project:
@@ -33,6 +34,7 @@ attributes:
 EXAMPLES = r"""
 - name: Check every setting of every role
   validate_variables:
+  register: checked
 """
 
 RETURN = r"""
@@ -41,6 +43,19 @@ checked:
   returned: success
   type: int
   sample: 29
+problems:
+  description: What is wrong with the settings, a sentence each; empty where they can be used.
+  returned: success
+  type: list
+  elements: str
+  sample: ["sglang_server_instances.main.arm: 'eagel3' is not one of sglang_server_arms (baseline and eagle3); did you mean 'eagle3'?"]
+overview:
+  description: What the settings amount to, its instances and its experiment; null where there is a problem.
+  returned: success
+  type: dict
+  sample:
+    instances: [{instance: main, arm: eagle3, model: target, gpus: CPU, port: "30000", version: 0.5.23}]
+    experiment: {name: demo, instance: main, arms: [baseline, eagle3], starts: 6, cells: 21, seconds: 300, limit_seconds: 11700}
 """
 
 from ansible.module_utils.basic import AnsibleModule

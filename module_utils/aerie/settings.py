@@ -44,12 +44,8 @@ class Project:
 
 def check(settings: Mapping[str, Any], project: Project) -> list[str]:
     """Return every problem of one host's settings (variable name to value, templates resolved)."""
-
-    def mapping(name: str) -> Mapping[str, Any]:
-        value = settings.get(name)
-        return value if isinstance(value, Mapping) else {}
-
-    catalog, arms, instances = mapping("sglang_models_catalog"), mapping("sglang_server_arms"), mapping("sglang_server_instances")
+    names = ("sglang_models_catalog", "sglang_server_arms", "sglang_server_instances")
+    catalog, arms, instances = (_mapping(settings, name) for name in names)
     patch_sets = settings.get("sglang_patches_sets")
     found: list[Iterable[str]] = [
         check_root(settings.get("aerie_root")),
@@ -63,6 +59,7 @@ def check(settings: Mapping[str, Any], project: Project) -> list[str]:
         check_arms(arms, catalog, project.options.get(str(settings.get("aerie_profile")), ())),
         check_instances(instances, arms, catalog),
         check_ports(instances),
+        check_gpus(settings, project),
         check_exposure(instances, settings.get("sglang_server_api_key")),
         [] if adopts(settings) else check_version(settings.get("sglang_release_version"), settings.get("aerie_profile"), project.versions),
         check_adoption(settings),
@@ -125,6 +122,9 @@ def check_arms(arms: Mapping[str, Any], catalog: Collection[str], options: Colle
     for name, arm in arms.items():
         where = f"sglang_server_arms.{name}"
         yield from _name(where, name, "._-")
+        if _is_misplaced(name, arm, ARM_KEYS):
+            yield f"{where} is no arm but a setting of one: indent `{name}:` under the arm that it belongs to"
+            continue
         if arm is None:  # an arm of which nothing is said is the baseline
             continue
         if not isinstance(arm, Mapping):
@@ -145,6 +145,9 @@ def check_arms(arms: Mapping[str, Any], catalog: Collection[str], options: Colle
         yield from (f"{where}.{problem}" for problem in server_flags.speculation_problems(speculation))
         yield from (f"{where}.{problem}" for problem in server_flags.dynamic_problems(arm.get("dynamic"), speculation))
         draft = (speculation or {}).get("draft_model")
+        algorithm = str((speculation or {}).get("algorithm") or "").upper()
+        if draft is None and algorithm in server_flags.NEEDS_DRAFT:
+            yield f"{where}.speculation.draft_model is missing: {algorithm} needs one, the name of a model in sglang_models_catalog"
         if draft is not None and draft not in catalog:
             yield f"{where}.speculation.draft_model: {_not_in(draft, catalog, 'sglang_models_catalog')}"
 
@@ -154,6 +157,9 @@ def check_instances(instances: Mapping[str, Any], arms: Collection[str], catalog
     for name, instance in instances.items():
         where = f"sglang_server_instances.{name}"
         yield from _name(where, name, "_-")
+        if _is_misplaced(name, instance, INSTANCE_KEYS):
+            yield f"{where} is no instance but a setting of one: indent `{name}:` under the instance that it belongs to"
+            continue
         if not isinstance(instance, Mapping):
             yield f"{where} is {instance!r}: it must be a mapping with {listing(INSTANCE_KEYS)}"
             continue
@@ -162,9 +168,7 @@ def check_instances(instances: Mapping[str, Any], arms: Collection[str], catalog
             if instance.get(key) is not None and instance[key] not in candidates:
                 yield f"{where}.{key}: {_not_in(instance[key], candidates, source)}"
         gpus = instance.get("gpus")
-        if gpus is not None and not (
-            isinstance(gpus, list) and gpus and all(_is_count(gpu) for gpu in gpus) and len(set(gpus)) == len(gpus)
-        ):
+        if gpus is not None and not _are_gpus(gpus):
             yield f"{where}.gpus is {gpus!r}: it must be null (all) or a list of different GPU numbers, such as [0, 1]"
         yield from check_flags(f"{where}.flags", instance.get("flags"))
         yield from check_environment(f"{where}.environment", instance.get("environment"))
@@ -184,6 +188,61 @@ def check_ports(instances: Mapping[str, Any]) -> Iterator[str]:
     for port, names in users.items():
         if len(names) > 1:
             yield f"port {port} belongs to instances {listing(names)}: give each a port of its own in sglang_server_instances"
+
+
+def check_gpus(settings: Mapping[str, Any], project: Project) -> Iterator[str]:
+    """Each instance has as many GPUs as its flags use, and none that another instance of the host has."""
+    instances = {
+        name: instance
+        for name, instance in _mapping(settings, "sglang_server_instances").items()
+        if isinstance(instance, Mapping) and (instance.get("gpus") is None or _are_gpus(instance["gpus"]))
+    }
+    if settings.get("aerie_profile") == "cpu":
+        for name, instance in instances.items():
+            if instance.get("gpus") is not None:
+                yield f"sglang_server_instances.{name}.gpus is {instance['gpus']!r}: the profile cpu serves without GPUs: leave gpus out"
+        return
+    arms = _mapping(settings, "sglang_server_arms")
+    measured = settings.get("sglang_benchmark_instance") or next(iter(instances), None)
+    experiment_arms = _experiment_arms(project.experiments.get(str(settings.get("sglang_benchmark_experiment"))))
+    for name, instance in instances.items():
+        own_arm = str(instance.get("arm"))
+        problems: dict[str, str] = {}
+        # An experiment starts its arms in turn on one instance.
+        for arm in (own_arm, *(experiment_arms if name == measured else ())):
+            note = "" if arm == own_arm else f" (with arm {arm} of the experiment)"
+            flags = instance_flags(settings, arms.get(arm), instance)
+            for problem in launch_checks.gpu_problems(name, instance.get("gpus"), flags):
+                problems.setdefault(problem, note)
+        yield from (f"{problem}{note}" for problem, note in problems.items())
+    yield from _shared_gpus(settings, arms, instances)
+
+
+def _shared_gpus(settings: Mapping[str, Any], arms: Mapping[str, Any], instances: Mapping[str, Any]) -> Iterator[str]:
+    """Yield which GPUs two instances would use: SGLang takes most of a GPU's memory, so that the second would not start."""
+    users: dict[int, list[str]] = {}
+    unlisted: dict[str, int] = {}
+    for name, instance in instances.items():
+        flags = instance_flags(settings, arms.get(str(instance.get("arm"))), instance)
+        used = launch_checks.gpus_used(instance.get("gpus"), flags)
+        for gpu in used:
+            users.setdefault(gpu, []).append(name)
+        if instance.get("gpus") is None:
+            unlisted[name] = len(used)
+    shared: dict[tuple[str, ...], list[int]] = {}
+    for gpu, names in sorted(users.items()):
+        if len(names) > 1:
+            shared.setdefault(tuple(names), []).append(gpu)
+    for sharing, gpus in shared.items():
+        subject = f"GPU {gpus[0]} belongs" if len(gpus) == 1 else f"GPUs {listing(gpus)} belong"
+        first = "".join(f"; {name} has no gpus, so it uses the first {unlisted[name]}" for name in sharing if name in unlisted)
+        yield f"{subject} to instances {listing(sharing)}{first}: give each GPUs of its own (gpus in sglang_server_instances)"
+
+
+def instance_flags(settings: Mapping[str, Any], arm: Any, instance: Mapping[str, Any]) -> dict[str, Any]:
+    """Return by dest the flags that decide which GPUs an instance uses with ``arm``."""
+    arm_flags = arm.get("flags") if isinstance(arm, Mapping) else None
+    return launch_checks.parallel_flags(settings.get("sglang_server_flags"), arm_flags, instance.get("flags"))
 
 
 def check_exposure(instances: Mapping[str, Any], api_key: str | None) -> Iterator[str]:
@@ -287,6 +346,29 @@ def check_benchmark_instance(name: Any, instances: Collection[str]) -> Iterator[
     """The instance to measure exists."""
     if isinstance(name, str) and name not in instances:
         yield f"sglang_benchmark_instance: {_not_in(name, instances, 'sglang_server_instances')}"
+
+
+def _is_misplaced(name: Any, value: Any, keys: Collection[str]) -> bool:
+    """Say whether an entry is a setting that is indented too little: it has the name of one, and nothing that an entry has.
+
+    An arm may well be called ``dynamic``.
+    """
+    return name in keys and not (isinstance(value, Mapping) and any(key in keys for key in value))
+
+
+def _mapping(settings: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    value = settings.get(name)
+    return value if isinstance(value, Mapping) else {}
+
+
+def _are_gpus(gpus: Any) -> bool:
+    return isinstance(gpus, list) and bool(gpus) and all(_is_count(gpu) for gpu in gpus) and len(set(gpus)) == len(gpus)
+
+
+def _experiment_arms(data: Any) -> list[str]:
+    """Return the names of an experiment's arms; none where it is faulty, which is another check's to report."""
+    arms = data.get("arms") if isinstance(data, Mapping) else None
+    return [name for name in arms if isinstance(name, str)] if isinstance(arms, list) else []
 
 
 def _keys(where: str, value: Mapping[str, Any], known: Collection[str], required: Iterable[str] = ()) -> Iterator[str]:

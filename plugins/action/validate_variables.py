@@ -14,13 +14,11 @@ from ansible.module_utils.common.arg_spec import ArgumentSpecValidator
 from ansible.plugins.action import ActionBase
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from aerie_controller import PROJECT
-
-HEADING = "these settings can't be used, and nothing was touched"
+from aerie_controller import PROJECT, settings_overview
 
 
 class ActionModule(ActionBase):
-    """Fails with every problem of every role's settings in one message."""
+    """Returns every problem of every role's settings, and what the settings amount to."""
 
     TRANSFERS_FILES = False
     _requires_connection = False
@@ -28,21 +26,20 @@ class ActionModule(ActionBase):
 
     def run(self, tmp: str | None = None, task_vars: dict[str, Any] | None = None) -> dict[str, Any]:
         from ansible.module_utils.aerie import settings, variables
-        from ansible.module_utils.aerie.errors import AerieError, raise_all
 
-        given = task_vars or {}
-        result: dict[str, Any] = super().run(tmp, given)
+        host_variables = task_vars or {}
+        result: dict[str, Any] = super().run(tmp, host_variables)
         _, arguments = self.validate_argument_spec(argument_spec={"project": {"type": "path", "default": str(PROJECT)}})
         project = Path(arguments["project"])
         specs = {path.parents[1].name: self._load(path) for path in sorted(project.glob("roles/*/meta/argument_specs.yml"))}
         roles = variables.Roles.of(specs)
-        problems = variables.unknown(roles, {str(name): origin(name, value) for name, value in given.items()})
+        problems = variables.unknown(roles, {str(name): origin(name, value) for name, value in host_variables.items()})
         values: dict[str, Any] = {}
         defaults = self._defaults(project, specs)
         for role in specs:
             options = roles.options[role]
             templar = self._templar.copy_with_new_env(
-                available_variables={**defaults, **given, "role_path": str(project / "roles" / role), "role_name": role}
+                available_variables={**defaults, **host_variables, "role_path": str(project / "roles" / role), "role_name": role}
             )
             own = {}
             for name in options:
@@ -50,19 +47,18 @@ class ActionModule(ActionBase):
                     try:
                         own[name] = templar.template(templar.available_variables[name])
                     except AnsibleError as error:
-                        problems.append(f"{name}{at(name, given)}: {error.message}")
+                        problems.append(f"{name}{at(name, host_variables)}: {error.message}")
             checked = ArgumentSpecValidator(dict(options)).validate(own, validate_role_argument_spec=True)
             problems += [f"role {role}: {message}" for message in checked.error_messages]
             values |= own | {name: checked.validated_parameters[name] for name in own if not checked.error_messages}
-        if given.get("__aerie_only_looks") and not values.get("sglang_models_catalog"):
+        if host_variables.get("__aerie_only_looks") and not values.get("sglang_models_catalog"):
             # A host that nothing is said of but its name serves nothing yet: the defaults' instance and arms would want models.
-            values |= {name: {} for name in ("sglang_server_arms", "sglang_server_instances") if name not in given}
-        try:
-            problems += settings.check(values, self._project(project))
-            raise_all(problems, f"{given.get('inventory_hostname', 'this host')}: {HEADING}")
-        except AerieError as error:
-            return result | {"failed": True, "msg": str(error)}
-        return result | {"changed": False, "checked": len(values)}
+            values |= {name: {} for name in ("sglang_server_arms", "sglang_server_instances") if name not in host_variables}
+        content = self._project(project)
+        problems += settings.check(values, content)
+        host = str(host_variables.get("inventory_hostname", "this host"))
+        overview = None if problems else settings_overview.describe(host, values, content)
+        return result | {"changed": False, "checked": len(values), "problems": problems, "overview": overview}
 
     def _load(self, path: Path, trusted: bool = False) -> Any:
         return self._loader.load_from_file(str(path), trusted_as_template=trusted) or {}

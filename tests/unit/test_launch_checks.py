@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import subprocess
 import sys
 from typing import Any
@@ -13,6 +12,7 @@ from ansible.module_utils.aerie.serving import launch_checks
 from sglang_example import DRAFT, TARGET
 
 from aerie_controller import patch_sets
+from ports import free_port
 
 HOLD_PORT = (
     "import socket, time; s = socket.socket(); s.bind(('127.0.0.1', 0)); s.listen(); print(s.getsockname()[1], flush=True); time.sleep(600)"
@@ -85,6 +85,27 @@ def test_gpus_and_parallelism_must_agree(gpus, flags, problem):
     assert [problem in text for text in found] == ([True] if problem else [])
 
 
+@pytest.mark.parametrize(
+    ("argv", "gpus"),
+    [
+        (["python", "-m", "sglang.launch_server", "--enable-metrics", "--tp-size", "4"], [0, 1, 2, 3]),
+        (["--tensor-parallel-size=2", "--base-gpu-id", "4"], [4, 5]),
+        (["--tp-size", "2", "--gpu-id-step", "2", "--port", "1"], [0, 2]),
+        (["--model-path", "/m"], [0]),
+    ],
+)
+def test_the_gpus_of_a_server_without_a_list_follow_from_its_command_line(argv, gpus):
+    flags = launch_checks.parallel_flags(launch_checks.flags_of_argv(argv))
+    assert launch_checks.gpus_used(None, flags) == gpus
+
+
+def test_gpus_of_an_instance_that_runs_are_refused():
+    running = {"old": [0, 1], "other": [6, 7]}
+    (problem,) = launch_checks.shared_gpu_problems("main", [1, 2, 3], running)
+    assert problem.startswith("instance main: GPU 1 is used by instance old, which runs on this host: ")
+    assert list(launch_checks.shared_gpu_problems("main", [2, 3], running)) == []
+
+
 @pytest.fixture
 def holder():
     """Start processes that hold a port, with variables of their own; return (process id, port)."""
@@ -116,10 +137,8 @@ def test_our_own_instance_holds_its_port_rightly(holder):
 
 
 def test_a_free_port_is_free():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    assert list(launch_checks.port_problems("main", "/opt/aerie", "127.0.0.1", port, list)) == []
+    problems = launch_checks.port_problems("main", "/opt/aerie", "127.0.0.1", free_port(), list)
+    assert list(problems) == []
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ GOOD: dict[str, Any] = {
     "aerie_lease_seconds": 900,
     "sglang_models_catalog": {"target": {"path": "/m/t", "source": "host"}, "draft": {"path": "/m/d", "source": "controller"}},
     "sglang_server_arms": {"baseline": {"speculation": None}, "eagle3": {"speculation": EAGLE3, "flags": {"tp-size": 2}}},
-    "sglang_server_instances": {"main": {"arm": "eagle3", "model": "target", "port": 30000, "gpus": [0, 1]}},
+    "sglang_server_instances": {"main": {"arm": "eagle3", "model": "target", "port": 30000}},
     "sglang_server_environment": {"OMP_NUM_THREADS": 8},
     "sglang_patches_sets": ["phase_profiler"],
     "sglang_release_version": None,
@@ -45,6 +45,17 @@ EXPERIMENT = {
 PROJECT = settings.Project(["phase_profiler", "tuner"], {"demo": EXPERIMENT, "night": {**EXPERIMENT, "arms": ["eagle4"]}}, VERSIONS)
 
 
+ON_GPUS: dict[str, Any] = GOOD | {
+    "aerie_profile": "cuda",
+    "sglang_server_flags": {"tensor-parallel-size": 2},
+    "sglang_server_instances": {
+        "first": {"arm": "eagle3", "model": "target", "port": 30000, "gpus": [0, 1]},
+        "second": {"arm": "baseline", "model": "target", "port": 30001, "gpus": [2, 3]},
+    },
+    "sglang_benchmark_instance": "first",
+}
+
+
 def changed(path: str, value: Any) -> dict[str, Any]:
     """Return the good settings with the value at the dotted ``path`` replaced."""
     result = copy.deepcopy(GOOD)
@@ -58,6 +69,118 @@ def changed(path: str, value: Any) -> dict[str, Any]:
 
 def test_good_settings_have_no_problem():
     assert settings.check(GOOD, PROJECT) == []
+
+
+def test_instances_on_gpus_of_their_own_have_no_problem():
+    assert settings.check(ON_GPUS, PROJECT) == []
+
+
+@pytest.mark.parametrize(
+    ("instance", "change", "problem"),
+    [
+        (
+            "second",
+            {"gpus": [1, 2]},
+            "GPU 1 belongs to instances first and second: give each GPUs of its own",
+        ),
+        (
+            "second",
+            {"gpus": [0, 1]},
+            "GPUs 0 and 1 belong to instances first and second: give each GPUs of its own",
+        ),
+        ("second", {"gpus": None}, "second has no gpus, so it uses the first 2: give each GPUs of its"),
+        ("second", {"gpus": None, "flags": {"base-gpu-id": 1}}, "GPU 1 belongs to instances first and"),
+        ("second", {"flags": {"tp_size": 4}}, "its flags use 4 GPUs (tp-size x pp-size x dp-size), gpus"),
+        ("second", {"gpus": [2]}, "instance second: its flags use 2 GPUs"),
+        ("second", {"gpus": [2, 3, 4, 5]}, "instance second: gpus gives 4, its flags use 2"),
+        ("second", {"flags": {"pp-size": 2}}, "instance second: its flags use 4 GPUs"),
+    ],
+)
+def test_gpus_that_cannot_serve_their_instances_are_refused(instance, change, problem):
+    values = copy.deepcopy(ON_GPUS)
+    values["sglang_server_instances"][instance] |= change
+    problems = settings.check(values, PROJECT)
+    assert len(problems) == 1, problems
+    assert problem in problems[0]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"gpus": None, "flags": {"base-gpu-id": 2}},
+        {"gpus": [2, 3, 4, 5], "flags": {"tp-size": 4}},
+        # With DP attention the replicas share the GPUs of tensor parallelism.
+        {"flags": {"dp-size": 2, "enable-dp-attention": True}},
+        {"gpus": [2], "flags": {"tp-size": None}},
+    ],
+)
+def test_gpus_are_counted_as_sglang_counts_them(change):
+    values = copy.deepcopy(ON_GPUS)
+    values["sglang_server_instances"]["second"] |= change
+    assert settings.check(values, PROJECT) == []
+
+
+def test_gpus_are_checked_for_each_arm_that_an_experiment_starts():
+    values = copy.deepcopy(ON_GPUS)
+    values["sglang_server_arms"]["baseline"]["flags"] = {"tp-size": 4}
+    values["sglang_server_instances"]["second"]["arm"] = "eagle3"
+    problems = settings.check(values, PROJECT)
+    assert len(problems) == 1, problems
+    assert problems[0].startswith("instance first: its flags use 4 GPUs")
+    assert problems[0].endswith("(with arm baseline of the experiment)")
+
+
+def test_the_cpu_profile_serves_without_gpus():
+    problems = settings.check(changed("sglang_server_instances/main/gpus", [0, 1]), PROJECT)
+    assert problems == ["sglang_server_instances.main.gpus is [0, 1]: the profile cpu serves without GPUs: leave gpus out"]
+
+
+@pytest.mark.parametrize(
+    ("name", "arm"),
+    [("speculation", None), ("flags", {"tp_size": 2}), ("options", ["x"]), ("speculation", EAGLE3)],
+)
+def test_a_setting_that_is_indented_too_little_is_no_arm(name, arm):
+    problems = settings.check(changed(f"sglang_server_arms/{name}", arm), PROJECT)
+    assert problems == [f"sglang_server_arms.{name} is no arm but a setting of one: indent `{name}:` under the arm that it belongs to"]
+
+
+def test_an_arm_may_have_the_name_of_a_setting():
+    assert settings.check(changed("sglang_server_arms/dynamic", {"speculation": EAGLE3}), PROJECT) == []
+
+
+@pytest.mark.parametrize(("name", "value"), [("gpus", [2, 3]), ("port", 30001), ("flags", {"tp": 2})])
+def test_a_setting_that_is_indented_too_little_is_no_instance(name, value):
+    problems = settings.check(changed(f"sglang_server_instances/{name}", value), PROJECT)
+    assert problems == [
+        f"sglang_server_instances.{name} is no instance but a setting of one: indent `{name}:` under the instance that it belongs to"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "suggestion"),
+    [
+        ("EAGEL3", "did you mean 'EAGLE3' or 'EAGLE'?"),
+        ("eagle-3", "SGLang calls it EAGLE3"),
+        ("MTP", "SGLang calls it NEXTN"),
+        ("MEDUSA", "SGLang has no algorithm 'MEDUSA'"),
+    ],
+)
+def test_an_algorithm_that_sglang_does_not_have_is_refused(algorithm, suggestion):
+    problems = settings.check(changed("sglang_server_arms/eagle3/speculation/algorithm", algorithm), PROJECT)
+    assert len(problems) == 1, problems
+    assert problems[0].startswith("sglang_server_arms.eagle3.speculation.algorithm: SGLang has no algorithm")
+    assert suggestion in problems[0]
+
+
+@pytest.mark.parametrize("algorithm", ["EAGLE3", "eagle3", "STANDALONE", "DFLASH"])
+def test_an_algorithm_that_needs_a_draft_is_refused_without(algorithm):
+    speculation = {key: value for key, value in EAGLE3.items() if key != "draft_model"}
+    arm = {"speculation": speculation | {"algorithm": algorithm}}
+    problems = settings.check(changed("sglang_server_arms/eagle3", arm), PROJECT)
+    assert problems == [
+        f"sglang_server_arms.eagle3.speculation.draft_model is missing: {algorithm.upper()} needs one, "
+        "the name of a model in sglang_models_catalog"
+    ]
 
 
 def test_settings_of_roles_that_are_not_there_are_not_missed():

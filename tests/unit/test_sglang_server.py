@@ -20,7 +20,9 @@ from ansible.module_utils.aerie import jobs, processes
 from ansible.module_utils.aerie.errors import AerieError
 from ansible.module_utils.aerie.files import read_json
 from ansible.module_utils.aerie.serving import server, server_plan, server_processes
-from sglang_example import ARGUMENTS, BASELINE, DRAFT, EAGLE3, free_port, make_host, make_models, make_release, make_request, supervisord
+from sglang_example import ARGUMENTS, BASELINE, DRAFT, EAGLE3, make_host, make_models, make_release, make_request, supervisord
+
+from ports import free_port
 
 _action = importlib.util.spec_from_file_location("sglang_server_action", Path(__file__).parents[2] / "plugins/action/sglang_server.py")
 assert _action is not None
@@ -84,6 +86,18 @@ def test_a_start_is_ready_when_a_generation_succeeded_and_a_stop_leaves_nothing(
     assert not processes.is_listening(bench.port)
     assert (bench.status["state"], bench.status["running"]) == ("stopped", False)
     assert not bench.stop()["changed"]
+
+
+def test_a_gpu_of_an_instance_that_runs_is_refused_to_another(bench):
+    bench.start(instance={"gpus": [0]})
+    instance = {"port": free_port(), "gpus": [0]}
+    with pytest.raises(AerieError, match="instance other: GPU 0 is used by instance main, which runs on this host"):
+        server_plan.plan(bench.host, make_request(bench.root, name="other", instance=instance))
+    server_plan.plan(bench.host, make_request(bench.root, name="other", instance=instance | {"gpus": [1]}))
+    without_gpus = {"name": "cpu", "environment": {"CUDA_VISIBLE_DEVICES": ""}}
+    server_plan.plan(bench.host, make_request(bench.root, name="other", instance={"port": instance["port"]}, profile=without_gpus))
+    bench.stop()
+    server_plan.plan(bench.host, make_request(bench.root, name="other", instance=instance))
 
 
 def test_a_server_that_runs_as_asked_is_left_alone_and_another_arm_replaces_it(bench):
@@ -158,7 +172,7 @@ def test_a_persons_shell_in_the_instances_directory_is_not_ours(bench):
 def test_supervisor_stays_while_another_instance_runs(bench):
     bench.start()
     port = free_port()
-    second = server_plan.plan(bench.host, make_request(bench.root, BASELINE, name="second", instance={"port": port}))
+    second = server_plan.plan(bench.host, make_request(bench.root, BASELINE, name="second", instance={"port": port, "gpus": [1]}))
     server.start(second, 30)
     try:
         bench.stop()

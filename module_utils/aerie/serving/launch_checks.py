@@ -5,11 +5,13 @@ from __future__ import annotations
 import errno
 import ipaddress
 import socket
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from typing import Any
 
 from ansible.module_utils.aerie import processes
+from ansible.module_utils.aerie.serving import server_flags
 from ansible.module_utils.aerie.specifiers import Specifier, Version
+from ansible.module_utils.aerie.words import listing
 
 Config = Mapping[str, Any]
 LOOPBACK_NAMES = ("localhost", "localhost.localdomain", "ip6-localhost")
@@ -234,6 +236,48 @@ def exposure_problems(instance: str, host: str, api_key: str | None) -> Iterator
         yield f"instance {instance}: listening on {host} lets others reach it: set sglang_server_api_key, or host to 127.0.0.1"
 
 
+PARALLEL_FLAGS = {
+    "tp-size": "tp_size",
+    "tensor-parallel-size": "tp_size",
+    "pp-size": "pp_size",
+    "pipeline-parallel-size": "pp_size",
+    "dp-size": "dp_size",
+    "data-parallel-size": "dp_size",
+    "attn-dp-size": "attn_dp_size",
+    "attention-data-parallel-size": "attn_dp_size",
+    "enable-dp-attention": "enable_dp_attention",
+    "base-gpu-id": "base_gpu_id",
+    "gpu-id-step": "gpu_id_step",
+}
+"""Flags that decide how many GPUs a server uses, and which, with their dest. Source: server_args.py of SGLang 0.5.9 and 0.5.23."""
+
+
+def parallel_flags(*layers: Any) -> dict[str, Any]:
+    """Return by dest the flags of ``layers``, from general to special, that decide which GPUs a server uses.
+
+    It needs no parser, so that a controller can judge what a host would run.
+    """
+    flags: dict[str, Any] = {}
+    for layer in layers:
+        for name, value in layer.items() if isinstance(layer, Mapping) else ():
+            if dest := PARALLEL_FLAGS.get(server_flags.plain(str(name))):
+                flags[dest] = value
+    return {dest: value for dest, value in flags.items() if value not in (None, False)}
+
+
+def gpus_used(gpus: list[int] | None, flags: Mapping[str, Any]) -> list[int]:
+    """Return the numbers of the GPUs that a server with these flags (by dest) uses; ``gpus`` are all it sees, None is every GPU."""
+    if gpus is not None:
+        return gpus
+
+    def number(dest: str, default: int) -> int:
+        value = str(flags.get(dest, default))
+        return int(value) if value.isdigit() else default
+
+    first, step = number("base_gpu_id", 0), number("gpu_id_step", 1)
+    return [first + step * rank for rank in range(gpus_needed(flags))]
+
+
 def gpus_needed(flags: Mapping[str, Any]) -> int:
     """Return how many GPUs the flags (by argparse dest) use."""
 
@@ -258,6 +302,27 @@ def gpu_problems(instance: str, gpus: list[int] | None, flags: Mapping[str, Any]
         yield f"instance {instance}: its flags use {needed} GPUs (tp-size x pp-size x dp-size), gpus gives {len(gpus)}: {cure}"
     elif len(gpus) > needed:
         yield f"instance {instance}: gpus gives {len(gpus)}, its flags use {needed}: set tp-size to {len(gpus)}, or list {needed}"
+
+
+def shared_gpu_problems(instance: str, gpus: Collection[int], running: Mapping[str, Collection[int]]) -> Iterator[str]:
+    """Yield which of an instance's GPUs other instances of this host use now; ``running`` has the GPUs of each by name."""
+    for other, used in running.items():
+        if shared := sorted(set(gpus) & set(used)):
+            subject = f"GPU {shared[0]} is" if len(shared) == 1 else f"GPUs {listing(shared)} are"
+            yield (
+                f"instance {instance}: {subject} used by instance {other}, which runs on this host: give instance {instance} other GPUs "
+                f"(gpus in sglang_server_instances), or stop {other} (playbooks/stop.yml, with {other} among sglang_server_instances)"
+            )
+
+
+def flags_of_argv(argv: Sequence[str]) -> dict[str, Any]:
+    """Return the flags of a server's command line by name, a flag without a value as True."""
+    flags: dict[str, Any] = {}
+    for word, following in zip(argv, (*argv[1:], "--"), strict=True):
+        if word.startswith("--"):
+            name, has_value, value = word.partition("=")
+            flags[name] = value if has_value else True if following.startswith("--") else following
+    return flags
 
 
 def port_problems(instance: str, root: str, host: str, port: int, ours: Callable[[], Container[int]]) -> Iterator[str]:

@@ -27,6 +27,16 @@ SPECULATION_FLAGS = {
 CHAIN_ALGORITHMS = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE")
 """Algorithms that draft in steps, so that steps, topk and draft tokens belong together."""
 
+ALGORITHMS = (
+    *CHAIN_ALGORITHMS,
+    *("NGRAM", "DFLASH", "DSPARK", "UNO", "FROZEN_KV_MTP"),
+)
+"""Every algorithm of SGLang 0.5.9 to 0.5.23: speculative/spec_info.py, SpeculativeAlgorithm, and its alias NEXTN."""
+NEEDS_DRAFT = ("EAGLE3", "STANDALONE", "DFLASH")
+"""Algorithms without a draft layer in the target's checkpoint. arg_groups/speculative_hook.py ends a server without a draft model."""
+OTHER_NAMES = {"MTP": "NEXTN", "EAGLE-3": "EAGLE3", "EAGLE2": "EAGLE"}
+"""What papers and model cards call an algorithm, and SGLang's name of it."""
+
 DYNAMIC_FLAG = "speculative-dynamic-disable-threshold"
 DYNAMIC_VARIABLE = "AERIE_DYNAMIC_SETTINGS"
 DYNAMIC_KEYS = ("threshold", "low", "min_dwell_steps", "adapt")
@@ -313,6 +323,8 @@ def speculation_problems(speculation: Mapping[str, Any] | None) -> Iterator[str]
     if not algorithm:
         yield "speculation.algorithm is missing: name one, such as EAGLE3, or set speculation to null"
         return
+    if algorithm not in ALGORITHMS:
+        yield f"speculation.algorithm: {unknown_algorithm(algorithm)}"
     numbers = {key: speculation.get(key) for key in ("steps", "topk", "draft_tokens")}
     wrong = [key for key, number in numbers.items() if number is not None and not (_is_whole(number) and int(number) > 0)]
     for key in wrong:
@@ -328,6 +340,13 @@ def speculation_problems(speculation: Mapping[str, Any] | None) -> Iterator[str]
     if topk == 1 and draft_tokens != steps + 1:
         cure = f"set draft_tokens to {steps + 1} (is {draft_tokens}) or steps to {draft_tokens - 1} (is {steps})"
         yield f"speculation: topk 1 drafts a chain, whose draft_tokens are steps + 1: {cure}"
+
+
+def unknown_algorithm(algorithm: str) -> str:
+    """Return that SGLang has no such algorithm (upper case), and which was probably meant."""
+    name = OTHER_NAMES.get(algorithm)
+    suggestion = f"; SGLang calls it {name}" if name else near(algorithm, ALGORITHMS)
+    return f"SGLang has no algorithm {algorithm!r} (it has {listing(ALGORITHMS)}){suggestion}"
 
 
 def _is_whole(value: Any) -> bool:

@@ -47,6 +47,7 @@ class Host:
     service_manager: str = "auto"
     supervisor: Path | None = None
     stop_seconds: int = 60
+    cuda_toolkit: Path = CUDA_TOOLKIT
 
     def service(self, kind: str | None = None) -> Service:
         """Return the service manager asked for, or one of another ``kind`` that ran a server before."""
@@ -288,7 +289,10 @@ def plan(host: Host, request: Request) -> Plan:
     problems += [f"arm {arm_name}: {problem}" for problem in chosen.problems]
     problems += chosen.refusals(parser, line.values, line.origins)
     problems += launch_checks.gpu_problems(request.name, gpus, line.values)
-    environment = _environment(host.paths, request, release, arm_name, problems, chosen)
+    if not _hides_gpus(request.profile):
+        used = launch_checks.gpus_used(gpus, line.values)
+        problems += launch_checks.shared_gpu_problems(request.name, used, _running_gpus(host.paths, request.name))
+    environment = _environment(host, request, release, arm_name, problems, chosen)
     wanted = (release.get("patch_sets") or ()) if request.patch_sets is None else request.patch_sets
     found = launch_checks.patch_switch_problems(environment, {str(one["name"]) for one in wanted}, str(release["id"]))
     problems += [f"arm {arm_name}: {problem}" for problem in found]
@@ -397,6 +401,22 @@ def _set_variables(request: Request) -> list[Mapping[str, Any]]:
     return [place.get("environment") or {} for place in places]
 
 
+def _hides_gpus(profile: Mapping[str, Any]) -> bool:
+    return (profile.get("environment") or {}).get("CUDA_VISIBLE_DEVICES") == ""
+
+
+def _running_gpus(paths: HostPaths, name: str) -> dict[str, list[int]]:
+    """Return by name the GPUs of the instances that run on this host now, without ``name`` itself."""
+    directories = sorted(paths.instances.iterdir()) if paths.instances.is_dir() else []
+    gpus = {}
+    for other in (directory.name for directory in directories if directory.name != name):
+        record = recorded(paths, other)
+        if record.get("argv") and server_processes.of_instance(paths, other):
+            flags = launch_checks.parallel_flags(launch_checks.flags_of_argv(record["argv"]))
+            gpus[other] = launch_checks.gpus_used(record.get("gpus"), flags)
+    return gpus
+
+
 def _pids(paths: HostPaths, name: str) -> list[int]:
     return [process.pid for process in server_processes.of_instance(paths, name)]
 
@@ -458,7 +478,7 @@ def _model(request: Request, name: str, where: str, problems: list[str]) -> dict
 
 
 def _environment(
-    paths: HostPaths,
+    host: Host,
     request: Request,
     release: Mapping[str, Any],
     arm_name: str,
@@ -466,10 +486,11 @@ def _environment(
     chosen: gpu_settings.Choice,
 ) -> dict[str, str]:
     """Return the server's variables; what is wrong with them is added to ``problems``."""
+    paths = host.paths
     directory = paths.instance(request.name)
     cache = paths.caches / f"{release['id']}-{request.driver or driver_version()}"
     profile = request.profile.get("environment") or {}
-    hides_gpus = profile.get("CUDA_VISIBLE_DEVICES") == ""
+    hides_gpus = _hides_gpus(request.profile)
     gpus = request.instance.get("gpus")
     base = {
         "HF_HUB_OFFLINE": "1",
@@ -486,8 +507,8 @@ def _environment(
     # SGLang leaves temporary files behind, sockets among them, whose paths have a limit of 107 bytes.
     if len(os.fsencode(directory / "tmp")) <= LONGEST_TEMPORARY:
         base["TMPDIR"] = str(directory / "tmp")
-    if CUDA_TOOLKIT.is_dir() and not hides_gpus:
-        base["CUDA_HOME"] = str(CUDA_TOOLKIT)
+    if host.cuda_toolkit.is_dir() and not hides_gpus:
+        base["CUDA_HOME"] = str(host.cuda_toolkit)
     layers: list[tuple[str, Mapping[str, Any]]] = [
         ("Aerie", base),
         (f"profile {request.profile.get('name', '')}", profile),

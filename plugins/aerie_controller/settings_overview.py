@@ -1,0 +1,123 @@
+"""What a host's settings amount to, for a person: its instances, and the experiment that would be
+measured. Pure; for settings that were checked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from aerie_controller import PROJECT  # noqa: F401  makes ansible.module_utils.aerie importable
+
+# isort: split
+from ansible.module_utils.aerie import settings as settings_check
+from ansible.module_utils.aerie.measuring import experiment
+from ansible.module_utils.aerie.releases import versions
+from ansible.module_utils.aerie.serving import launch_checks
+from ansible.module_utils.aerie.words import listing
+
+from . import experiment_duration
+
+ADOPTED = "the host's own"
+
+
+def describe(host: str, values: Mapping[str, Any], project: settings_check.Project) -> dict[str, Any]:
+    """Return ``instances`` (a row of words each) and ``experiment`` (or None) of ``host``.
+
+    ``values`` are its settings, checked and with templates resolved.
+    """
+    return {"instances": _instances(values, project), "experiment": _experiment(host, values, project)}
+
+
+def _instances(values: Mapping[str, Any], project: settings_check.Project) -> list[dict[str, str]]:
+    arms, version = values.get("sglang_server_arms") or {}, _version(values, project)
+    rows = []
+    for name, instance in (values.get("sglang_server_instances") or {}).items():
+        flags = settings_check.instance_flags(values, arms.get(instance["arm"]), instance)
+        is_cpu = values.get("aerie_profile") == "cpu"
+        rows.append(
+            {
+                "instance": name,
+                "arm": str(instance["arm"]),
+                "model": str(instance["model"]),
+                "gpus": "CPU" if is_cpu else _gpus(launch_checks.gpus_used(instance.get("gpus"), flags)),
+                "port": str(instance["port"]),
+                "version": version,
+            }
+        )
+    return rows
+
+
+def _version(values: Mapping[str, Any], project: settings_check.Project) -> str:
+    if settings_check.adopts(values):
+        return ADOPTED
+    profile = values.get("aerie_profile")
+    if project.versions is None or profile not in versions.PROFILES:
+        return "–"
+    return versions.resolve(project.versions, str(profile), values.get("sglang_release_version")).version
+
+
+def _gpus(gpus: Sequence[int]) -> str:
+    """Return GPU numbers in words, such as ``0–7`` or ``0, 2``."""
+    if len(gpus) > 2 and list(gpus) == list(range(gpus[0], gpus[0] + len(gpus))):
+        return f"{gpus[0]}–{gpus[-1]}"
+    return ", ".join(str(gpu) for gpu in gpus)
+
+
+def _experiment(host: str, values: Mapping[str, Any], project: settings_check.Project) -> dict[str, Any] | None:
+    name, arms = values.get("sglang_benchmark_experiment"), values.get("sglang_server_arms") or {}
+    if not isinstance(name, str) or name not in project.experiments:
+        return None
+    instances = values.get("sglang_server_instances") or {}
+    plan = experiment.plan(experiment.validate(project.experiments[name], arms, instances), arms)
+    chosen = values.get("sglang_benchmark_instance") or plan.experiment.instance
+    instance = chosen or (next(iter(instances)) if len(instances) == 1 else None)
+    results = Path(str(values.get("aerie_results") or ""))
+    runs = experiment_duration.last_runs(results, plan.experiment.name, host)
+    estimates = (experiment_duration.estimate(plan, records) for records in runs)
+    seconds = next((estimate for estimate in estimates if estimate is not None), None)
+    return {
+        "name": name,
+        "instance": str(instance or "–"),
+        "arms": list(plan.experiment.arms),
+        "starts": len(plan.launches),
+        "cells": sum(len(launch.cells) for launch in plan.launches),
+        "seconds": round(seconds) if seconds is not None else None,
+        "limit_seconds": experiment_duration.limit(plan, int(values.get("sglang_server_ready_seconds") or 0)),
+    }
+
+
+def problem_report(problems: Mapping[str, Sequence[str]]) -> str:
+    """Return one message for the problems of all hosts (by host), each problem once."""
+    hosts_by_problem: dict[str, list[str]] = {}
+    for host, texts in problems.items():
+        for text in dict.fromkeys(texts):
+            hosts_by_problem.setdefault(text, []).append(host)
+    problems_by_hosts: dict[tuple[str, ...], list[str]] = {}
+    for text, hosts in hosts_by_problem.items():
+        problems_by_hosts.setdefault(tuple(hosts), []).append(text)
+    count = f"{len(hosts_by_problem)} problem{'s' * (len(hosts_by_problem) != 1)}"
+    lines = [f"these settings can't be used, and nothing was touched: {count}"]
+    for sharing, shared_problems in problems_by_hosts.items():
+        lines.append(f"{_hosts(sharing, len(problems))}:")
+        lines += [f"  - {text}" for text in shared_problems]
+    return "\n".join(lines)
+
+
+def _hosts(hosts: Sequence[str], count: int) -> str:
+    if len(hosts) == count and count > 1:
+        return f"all {count} hosts"
+    return listing(hosts)
+
+
+def duration(about: Mapping[str, Any]) -> str:
+    """Return how long an experiment takes, in words, and where that is known from."""
+    if about["seconds"] is not None:
+        return f"about {_time(about['seconds'])}, as last time"
+    return f"not measured yet (limit {_time(about['limit_seconds'])})"
+
+
+def _time(seconds: float) -> str:
+    minutes = max(round(seconds / 60), 1)
+    return f"{minutes} min" if minutes < 120 else f"{round(minutes / 60)} h"
