@@ -16,7 +16,6 @@ TOGETHER = {
     "hosts of their own on this machine": ("e2e/",),
 }
 """Tests that share a host, so that one worker runs them one after the other; in this order, the longest first."""
-
 not_run: dict[str, list[str]] = {}
 counted: dict[str, int] = {}
 
@@ -25,6 +24,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--faults", choices=("slice", "all"), default="slice", help="how many of the points in tests/faults to try")
     parser.addoption("--wheels", choices=("slice", "all"), default="slice", help="how many releases tests/contract downloads and tries")
     parser.addoption("--long", action="store_true", help="whole runs that a test run leaves out otherwise, too")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    import isolated_machine
+    import ports
+
+    config.pluginmanager.register(isolated_machine)
+    if not hasattr(config, "workerinput"):  # of parallel workers, one may end long before the others
+        for listener in ports.occupy():
+            config.add_cleanup(listener.close)
 
 
 def shared(file: str) -> str | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -69,12 +68,6 @@ def playbook(*arguments: str | Path, variables: Mapping[str, Any] | None = None,
     )
     account = json.loads(report.read_text()) if report.exists() else {"calls": {}, "changed": {}, "stats": {}}
     return Run(done.returncode, done.stdout + done.stderr, **account)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def processes_of(root: Path) -> list[str]:

@@ -11,6 +11,6 @@ mkdir -p "$view"
 : > "$view/__init__.pyi"
 ln -sfn ../../../../../module_utils/aerie "$view/aerie"
 shopt -s nullglob
-files=("$view/aerie" plugins library/*.py tools/*.py tests/runs.py tests/targets/booted_hosts.py tests/faults/stepping.py tests/faults/package.py)
+files=("$view/aerie" plugins library/*.py tools/*.py tests/runs.py tests/ports.py tests/machine_guard.py tests/isolated_machine.py tests/targets/booted_hosts.py tests/faults/stepping.py tests/faults/package.py)
 export MYPYPATH=$cache/path:plugins:library:tools:tests:tests/targets:tests/faults
 exec "${MYPY:-.venv/bin/mypy}" --cache-dir "$cache/cache" "$@" "${files[@]}"

@@ -37,29 +37,75 @@ class Process:
         return " ".join(self.argv)[:120] or "?"
 
 
-def _strings(path: Path) -> tuple[str, ...]:
-    try:
-        return tuple(item for item in path.read_bytes().decode(errors="replace").split("\0") if item)
-    except OSError:
-        return ()
+class Machine:
+    """The machine that this code runs on: its processes and listeners, as /proc shows them."""
+
+    def __init__(self, proc: Path = PROC) -> None:
+        self._proc = proc
+
+    def pids(self) -> list[int]:
+        """Return the id of every process, zombies included, in order."""
+        return sorted(int(entry.name) for entry in self._proc.iterdir() if entry.name.isdigit())
+
+    def listening_sockets(self) -> list[tuple[int, str]]:
+        """Return port and socket of every TCP listener; sockets as ``/proc/<pid>/fd`` shows them."""
+        sockets = []
+        for table in ("net/tcp", "net/tcp6"):
+            with contextlib.suppress(OSError):
+                for row in (self._proc / table).read_text().splitlines()[1:]:
+                    columns = row.split()
+                    if columns[3] == LISTEN:
+                        port = int(columns[1].rpartition(":")[2], 16)
+                        sockets.append((port, f"socket:[{columns[9]}]"))
+        return sockets
+
+    def text(self, pid: int, name: str) -> str:
+        """Return a file of process ``pid``, empty where it is gone or we may not read it."""
+        try:
+            return (self._proc / str(pid) / name).read_bytes().decode(errors="replace")
+        except OSError:
+            return ""
+
+    def link(self, pid: int, name: str) -> Path | None:
+        """Return what ``cwd`` or ``exe`` of process ``pid`` is; None where we may not see it."""
+        try:
+            return (self._proc / str(pid) / name).readlink()
+        except OSError:
+            return None
+
+    def open_sockets(self, pid: int) -> set[str]:
+        """Return the sockets that process ``pid`` has open, as far as our rights let us see."""
+        sockets = set()
+        with contextlib.suppress(OSError):
+            for descriptor in (self._proc / str(pid) / "fd").iterdir():
+                with contextlib.suppress(OSError):  # closed since it was listed
+                    sockets.add(str(descriptor.readlink()))
+        return sockets
 
 
-def read(pid: int, proc: Path = PROC) -> Process | None:
+machine = Machine()
+"""All that looks at processes and ports does so through this; unit tests put another one here."""
+
+
+def read(pid: int) -> Process | None:
     """Return process ``pid``, or None when it is gone or a zombie."""
-    try:
-        stat = (proc / str(pid) / "stat").read_text()
-    except OSError:
+    stat = machine.text(pid, "stat")
+    if not stat:
         return None
     state, ppid = stat.rpartition(")")[2].split()[:2]
     if state == "Z":
         return None
-    return Process(pid, int(ppid), _strings(proc / str(pid) / "cmdline"), _strings(proc / str(pid) / "environ"))
+    argv, environment = (_strings(machine.text(pid, name)) for name in ("cmdline", "environ"))
+    return Process(pid, int(ppid), argv, environment)
 
 
-def scan(proc: Path = PROC) -> list[Process]:
+def _strings(text: str) -> tuple[str, ...]:
+    return tuple(item for item in text.split("\0") if item)
+
+
+def scan() -> list[Process]:
     """Return every live process, zombies left out, in order of id."""
-    pids = sorted(int(entry.name) for entry in proc.iterdir() if entry.name.isdigit())
-    return [process for pid in pids if (process := read(pid, proc))]
+    return [process for pid in machine.pids() if (process := read(pid))]
 
 
 def alive(pid: int) -> bool:
@@ -67,45 +113,42 @@ def alive(pid: int) -> bool:
     return read(pid) is not None
 
 
-def with_variables(wanted: dict[str, str], proc: Path = PROC) -> list[Process]:
+def with_variables(wanted: dict[str, str]) -> list[Process]:
     """Return the processes whose environment holds every variable of ``wanted``: a server and all its children."""
-    return [process for process in scan(proc) if all(process.variable(name) == value for name, value in wanted.items())]
+    return [process for process in scan() if all(process.variable(name) == value for name, value in wanted.items())]
 
 
-def _listening_inodes(port: int, proc: Path) -> set[str]:
-    inodes = set()
-    for table in ("net/tcp", "net/tcp6"):
-        with contextlib.suppress(OSError):
-            for row in (proc / table).read_text().splitlines()[1:]:
-                columns = row.split()
-                if columns[3] == LISTEN and int(columns[1].rpartition(":")[2], 16) == port:
-                    inodes.add(f"socket:[{columns[9]}]")
-    return inodes
+def link(pid: int, name: str) -> Path | None:
+    """Return what :meth:`Machine.link` does."""
+    return machine.link(pid, name)
 
 
-def is_listening(port: int, proc: Path = PROC) -> bool:
+def mapped_files(pid: int) -> list[str]:
+    """Return the files that process ``pid`` has mapped. Source: proc(5), sixth field of maps."""
+    rows = (row.split(maxsplit=5) for row in machine.text(pid, "maps").splitlines())
+    return [fields[5] for fields in rows if len(fields) == 6 and fields[5].startswith("/")]
+
+
+def _listening_sockets(port: int) -> set[str]:
+    return {socket for number, socket in machine.listening_sockets() if number == port}
+
+
+def is_listening(port: int) -> bool:
     """Say whether anything listens on TCP ``port``, ours to see or not."""
-    return bool(_listening_inodes(port, proc))
+    return bool(_listening_sockets(port))
 
 
-def listeners(port: int, proc: Path = PROC) -> list[Process]:
+def listeners(port: int) -> list[Process]:
     """Return the processes that listen on TCP ``port``, as far as our rights let us see."""
-    return holders(port, proc) or []
+    return holders(port) or []
 
 
-def holders(port: int, proc: Path = PROC) -> list[Process] | None:
+def holders(port: int) -> list[Process] | None:
     """Return the processes that listen on TCP ``port``: None where nothing listens, an empty list where we may not see who does."""
-    inodes = _listening_inodes(port, proc)
-    return [process for process in scan(proc) if inodes & _sockets(process.pid, proc)] if inodes else None
-
-
-def _sockets(pid: int, proc: Path) -> set[str]:
-    found = set()
-    with contextlib.suppress(OSError):
-        for descriptor in (proc / str(pid) / "fd").iterdir():
-            with contextlib.suppress(OSError):  # closed since it was listed
-                found.add(str(descriptor.readlink()))
-    return found
+    sockets = _listening_sockets(port)
+    if not sockets:
+        return None
+    return [process for process in scan() if sockets & machine.open_sockets(process.pid)]
 
 
 def end(processes: Iterable[Process], seconds: float) -> list[Process]:

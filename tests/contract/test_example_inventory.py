@@ -43,7 +43,8 @@ print(json.dumps([vars(parser.parse_args(line)) for line in json.load(sys.stdin)
 @pytest.fixture(scope="session")
 def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The CPU profile's environment: that of the host of the end-to-end tests, made if it isn't there yet."""
-    variables = {"aerie_root": str(HOST_OF_TESTS), "aerie_lease_break": True}
+    root = str(HOST_OF_TESTS)
+    variables = {"aerie_root": root, "aerie_lease_break": True, "sglang_server_instances": {}}
     playbook("playbooks/install.yml", variables=variables, scratch=tmp_path_factory.mktemp("install")).require_success()
     newest = max(HOST_OF_TESTS.glob("environments/cpu-*/.aerie-environment.json"), key=lambda marker: marker.stat().st_mtime)
     return newest.parent / "bin/python"

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from runs import HOST_OF_TESTS, Run, free_port, playbook, processes_of
+from ports import free_port
+from runs import HOST_OF_TESTS, Run, playbook, processes_of
 
 KEPT = {"environments", "packages"}  # addressed by what they were made from, so an old one is as good as a new one
 
@@ -35,7 +36,11 @@ def environments(tmp_path_factory: pytest.TempPathFactory) -> None:
     with HOST_OF_TESTS.with_name("environments.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not list(HOST_OF_TESTS.glob("environments/cpu-*/bin/python")):
-            variables = {"aerie_root": str(HOST_OF_TESTS), "aerie_results": str(HOST_OF_TESTS.with_name("results"))}
+            variables = {
+                "aerie_root": str(HOST_OF_TESTS),
+                "aerie_results": str(HOST_OF_TESTS.with_name("results")),
+                "sglang_server_instances": {},
+            }
             playbook("playbooks/install.yml", variables=variables, scratch=tmp_path_factory.mktemp("runs")).require_success()
 
 

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from runs import HOST_OF_TESTS, free_port, playbook, processes_of, snapshot
+from ports import free_port
+from runs import HOST_OF_TESTS, playbook, processes_of, snapshot
 
 
 @pytest.fixture(scope="module")

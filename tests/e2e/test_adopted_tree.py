@@ -16,7 +16,8 @@ from typing import Any
 
 import pytest
 
-from runs import HOST_OF_TESTS, Run, free_port, playbook, processes_of
+from ports import free_port
+from runs import HOST_OF_TESTS, Run, playbook, processes_of
 
 pytestmark = pytest.mark.long  # make test looks at test_adopted.py, which is for images
 

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import yaml
 
-from runs import HOST_OF_TESTS, Run, free_port, playbook, processes_of
+from ports import free_port
+from runs import HOST_OF_TESTS, Run, playbook, processes_of
 
 SPECULATION = {"algorithm": "EAGLE3", "draft_model": "draft", "steps": 3, "topk": 1, "draft_tokens": 4}
 SHORT = {

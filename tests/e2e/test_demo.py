@@ -12,7 +12,8 @@ import urllib.request
 import pytest
 import yaml
 
-from runs import PROJECT, free_port, processes_of, snapshot
+from ports import free_port
+from runs import PROJECT, processes_of, snapshot
 
 MODULE_CALLS = 25
 LOOKED_AT = {"gpu_host_info", "model_identity", "sglang_environment", "sglang_release", "source_patch", "sglang_server"}

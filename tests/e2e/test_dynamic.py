@@ -26,7 +26,8 @@ import pytest
 
 import dynamic_client as client
 from dynamic_client import Answers, Case, Server
-from runs import HOST_OF_TESTS, Run, free_port, playbook, processes_of
+from ports import free_port
+from runs import HOST_OF_TESTS, Run, playbook, processes_of
 
 CPU_SERVER = Path(__file__).with_name("cpu_server")
 CHECKED = {"SGLANG_IS_IN_CI": "true", "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1"}

@@ -17,7 +17,8 @@ from typing import Any
 
 import pytest
 
-from runs import HOST_OF_TESTS, Run, free_port, playbook, processes_of
+from ports import free_port
+from runs import HOST_OF_TESTS, Run, playbook, processes_of
 
 SHARED = ("environments", "packages")
 PROMPT = "def read_lines(path):\n    with open(path) as stream:\n        return"

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import yaml
 
-from runs import PROJECT, Run, free_port, playbook
+from ports import free_port
+from runs import PROJECT, Run, playbook
 
 # gloo on the processor knows nothing of NCCL's variables: the program's own ones for tests make sets slow, or hang.
 SPACE = {"dimensions": {"AERIE_NCCL_TEST_UNDELAYED": [None, "1"], "AERIE_NCCL_TEST_HANG": [None, "1"]}}

@@ -4,18 +4,22 @@
     booted_hosts.py up [N]          boot gpu1 … gpuN (default 2); what an earlier run left is removed first
     booted_hosts.py status          say which hosts run
     booted_hosts.py ssh gpu1 [CMD]  log in, or run a command
+    booted_hosts.py run CMD…        run a command in the hosts' network, such as ansible-playbook
     booted_hosts.py down            power off and leave nothing behind
 
 A host is `systemd-nspawn --boot` on an overlay over one shared root file system (made once by mmdebstrap), with a network name
 space and a control group of its own. Hosts have addresses 198.51.100.11, .12, … (TEST-NET-2) on a bridge whose own address is
-198.51.100.1; they have no other way out, so what they install is served from there. Needs root and the Debian packages in
-`NEEDS`, which it installs where they are missing. Standard library only. `AERIE_TARGETS` names another directory than the
-project's .cache/targets.
+198.51.100.1; they have no other way out, so what they install is served from there. The bridge has
+a network name space of its own, which the controller enters. So the machine's network is left alone,
+and each clone of the project can have its hosts, at the same addresses. Needs root and the Debian
+packages in `NEEDS`, which it installs where they are missing. Standard library only. `AERIE_TARGETS`
+names another directory than the project's .cache/targets.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import hashlib
 import ipaddress
@@ -26,6 +30,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -48,10 +53,15 @@ CUSTOMIZE = (
     f'echo "{USER} ALL=(ALL) NOPASSWD: ALL" > "$1"/etc/sudoers.d/{USER}',
 )
 BRIDGE = "aerie0"
-PREFIX = "aerie-"  # of name spaces and control groups
-LOCK = Path("/run/aerie-test-hosts.lock")
+CLONE_NEWNET = 0x40000000  # setns(2)
+MACHINE = Path("/run/aerie-test-hosts")
+"""What the sets of hosts on this machine share: a lock while any is up, and the limit to restore."""
+INOTIFY_LIMIT = Path("/proc/sys/fs/inotify/max_user_instances")
+INOTIFY_NEEDED = 1024
+"""A host has seven instances, and Linux lets root have 128: too few for two sets. inotify(7)"""
+OWN_NETWORK = Path("/proc/thread-self/ns/net")
 REBOOTED = 133  # exit status of systemd-nspawn --keep-unit when the host asked to be booted again
-BOOT_SECONDS = 60
+BOOT_SECONDS = 240  # two clones may boot nineteen each on two cores
 POWEROFF_SECONDS = 20
 
 
@@ -64,18 +74,12 @@ class Host:
     name: str
     address: str
     directory: Path
+    namespace: str
+    """The name of its network, control groups and machine. No other host here has the same."""
 
     @property
     def root(self) -> Path:
         return self.directory / "root"
-
-    @property
-    def namespace(self) -> str:
-        return f"{PREFIX}{self.name}"
-
-    @property
-    def link(self) -> str:
-        return f"v{PREFIX}{self.name}"
 
     @property
     def console(self) -> Path:
@@ -96,6 +100,37 @@ def control_groups(name: str) -> list[Path]:
     return [hierarchy / name for hierarchy in mixed or [base]]
 
 
+_machine_network: int | None = None
+"""The network in which this process began, once it has left it."""
+
+
+def _enter_network(namespace: int) -> None:
+    if ctypes.CDLL(None, use_errno=True).setns(namespace, CLONE_NEWNET):
+        number = ctypes.get_errno()
+        raise OSError(number, f"setns: {os.strerror(number)}")
+
+
+@contextlib.contextmanager
+def _network_restored() -> Iterator[int]:
+    """Bring this thread back to its network when the block ends; yield an open descriptor of it."""
+    before = os.open(OWN_NETWORK, os.O_RDONLY)
+    try:
+        yield before
+    finally:
+        if OWN_NETWORK.stat().st_ino != os.fstat(before).st_ino:
+            _enter_network(before)
+        os.close(before)
+
+
+@contextlib.contextmanager
+def machine_network() -> Iterator[None]:
+    """Let this thread, and what it starts, be in the machine's own network until the block ends."""
+    with _network_restored():
+        if _machine_network is not None:
+            _enter_network(_machine_network)
+        yield
+
+
 def mounts_below(directory: Path) -> list[str]:
     """Mount points in `directory`, deepest first."""
     lines = Path("/proc/self/mountinfo").read_text().splitlines()
@@ -107,6 +142,8 @@ class BootedHosts:
     def __init__(self, directory: Path) -> None:
         self.directory = directory.resolve()
         self.state = self.directory / "state"
+        self.namespace = f"aerie-{hashlib.sha256(os.fsencode(self.directory)).hexdigest()[:8]}"
+        self.lock = self.directory / "lock"
         wanted = hashlib.sha256(f"{SUITE} {INCLUDE} {CUSTOMIZE}".encode()).hexdigest()[:12]
         self.base = self.directory / f"base-{SUITE}-{wanted}"
         self.key = self.state / "id"
@@ -114,7 +151,7 @@ class BootedHosts:
 
     def host(self, number: int) -> Host:
         name = f"gpu{number}"
-        return Host(name, str(NETWORK[10 + number]), self.state / name)
+        return Host(name, str(NETWORK[10 + number]), self.state / name, f"{self.namespace}-{name}")
 
     def hosts(self) -> list[Host]:
         """Hosts of which anything is left in the state directory."""
@@ -160,42 +197,57 @@ class BootedHosts:
         """Boot `count` hosts and wait for their sshd. With `owner`, they power off when that process ends, however it ends."""
         self.require()
         self.make_base()
-        lock = self._take_lock()
+        locks = [self._take_lock(), self._raise_limit()]
         try:
             self._remove_leftovers()
             self._write_ssh_files()
-            self._make_bridge()
+            self._make_network()
             hosts = [self.host(number) for number in range(1, count + 1)]
             for host in hosts:
                 self._prepare(host)
-                self._boot(host, lock, owner)
-            for host in hosts:
-                self._wait_for_sshd(host)
+                self._boot(host, locks, owner)
+            with self.network():
+                for host in hosts:
+                    self._wait_for_sshd(host)
         except BaseException:
             self._remove_leftovers()
             raise
         finally:
-            lock.close()  # the keepers hold it on
+            for lock in locks:
+                lock.close()  # the keepers hold it on
+            self._restore_limit()
         return hosts
 
     def _take_lock(self) -> IO[str]:
-        """One set of hosts a machine: they share the bridge and its addresses. Our own earlier set is powered off first."""
-        lock = LOCK.open("a+")
+        """One set of hosts a directory. An earlier set is powered off first."""
+        lock = self.lock.open("a+")
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            lock.seek(0)
-            holder = lock.read().strip()
-            if holder != str(self.state):
-                lock.close()
-                command = f"AERIE_TARGETS={Path(holder).parent} {Path(__file__).name} down"
-                raise HostsError(f"Test hosts of {holder} are up; one set a machine. Stop them first: {command}") from None
             self._remove_leftovers()
             fcntl.flock(lock, fcntl.LOCK_EX)
-        lock.truncate(0)
-        lock.write(f"{self.state}\n")
-        lock.flush()
         return lock
+
+    def _raise_limit(self) -> IO[str]:
+        """Allow as many inotify instances as two sets need. The lock returned keeps it so."""
+        MACHINE.mkdir(exist_ok=True)
+        lock = (MACHINE / "lock").open("a+")
+        fcntl.flock(lock, fcntl.LOCK_SH)
+        before = INOTIFY_LIMIT.read_text()
+        # In a container the setting may be read-only.
+        with contextlib.suppress(OSError):
+            if int(before) < INOTIFY_NEEDED:
+                INOTIFY_LIMIT.write_text(str(INOTIFY_NEEDED))
+                (MACHINE / "inotify").write_text(before)
+        return lock
+
+    def _restore_limit(self) -> None:
+        """Restore the machine's limit, unless hosts are up, of this set or another."""
+        with contextlib.suppress(FileNotFoundError, BlockingIOError), (MACHINE / "lock").open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            before = (MACHINE / "inotify").read_text()
+            INOTIFY_LIMIT.write_text(before)
+            (MACHINE / "inotify").unlink()
 
     def _write_ssh_files(self) -> None:
         self.state.mkdir(parents=True, exist_ok=True)
@@ -209,10 +261,30 @@ class BootedHosts:
             f'  UserKnownHostsFile "{known}"\n  StrictHostKeyChecking yes\n  HostKeyAlgorithms ssh-ed25519\n  LogLevel ERROR\n'
         )
 
-    def _make_bridge(self) -> None:
-        run("ip", "link", "add", BRIDGE, "type", "bridge")
-        run("ip", "address", "add", f"{CONTROLLER}/{NETWORK.prefixlen}", "dev", BRIDGE)
-        run("ip", "link", "set", BRIDGE, "up")
+    def _make_network(self) -> None:
+        run("ip", "netns", "add", self.namespace)
+        ip = ("ip", "-n", self.namespace)
+        run(*ip, "link", "set", "lo", "up")
+        run(*ip, "link", "add", BRIDGE, "type", "bridge")
+        run(*ip, "address", "add", f"{CONTROLLER}/{NETWORK.prefixlen}", "dev", BRIDGE)
+        run(*ip, "link", "set", BRIDGE, "up")
+
+    @contextlib.contextmanager
+    def network(self) -> Iterator[None]:
+        """Let this thread, and what it starts, be the controller in the hosts' network.
+
+        That lasts until the block ends. Nothing else can be reached from there.
+        """
+        global _machine_network
+        with _network_restored() as before:
+            if _machine_network is None:
+                _machine_network = os.dup(before)
+            namespace = os.open(f"/run/netns/{self.namespace}", os.O_RDONLY)
+            try:
+                _enter_network(namespace)
+            finally:
+                os.close(namespace)
+            yield
 
     def _prepare(self, host: Host) -> None:
         for part in ("upper", "work", "root"):
@@ -232,14 +304,16 @@ class BootedHosts:
         for group in control_groups(host.namespace):
             group.mkdir(exist_ok=True)
         run("ip", "netns", "add", host.namespace)
-        run("ip", "link", "add", host.link, "type", "veth", "peer", "name", "eth0", "netns", host.namespace)
-        run("ip", "link", "set", host.link, "master", BRIDGE, "up")
+        ip = ("ip", "-n", self.namespace)
+        peer = ("peer", "name", "eth0", "netns", host.namespace)
+        run(*ip, "link", "add", host.name, "type", "veth", *peer)
+        run(*ip, "link", "set", host.name, "master", BRIDGE, "up")
         run("ip", "-n", host.namespace, "link", "set", "lo", "up")
         run("ip", "-n", host.namespace, "address", "add", f"{host.address}/{NETWORK.prefixlen}", "dev", "eth0")
         run("ip", "-n", host.namespace, "link", "set", "eth0", "up")
 
-    def _boot(self, host: Host, lock: IO[str], owner: int | None) -> None:
-        argv = [sys.executable, __file__, "keep", host.name, str(owner or 0)]
+    def _boot(self, host: Host, locks: list[IO[str]], owner: int | None) -> None:
+        argv = [sys.executable, __file__, "keep", host.namespace, str(owner or 0)]
         with host.console.open("w") as console:
             keeper = subprocess.Popen(
                 argv,
@@ -248,7 +322,7 @@ class BootedHosts:
                 stdout=console,
                 stderr=console,
                 start_new_session=True,
-                pass_fds=[lock.fileno()],
+                pass_fds=[lock.fileno() for lock in locks],
             )
         (host.directory / "pid").write_text(f"{keeper.pid}\n")
 
@@ -278,7 +352,8 @@ class BootedHosts:
         signal.signal(signal.SIGTERM, on_term)
         status = REBOOTED
         while status == REBOOTED and not stop:
-            argv = ["systemd-nspawn", "--quiet", "--boot", "--register=no", "--keep-unit", "--console=pipe", f"--machine={host.name}"]
+            argv = ["systemd-nspawn", "--quiet", "--boot", "--register=no", "--keep-unit"]
+            argv += ["--console=pipe", f"--machine={host.namespace}", f"--hostname={host.name}"]
             child = subprocess.Popen([*argv, f"--network-namespace-path=/run/netns/{host.namespace}", "-D", str(host.root)])
             asked = False
             while True:
@@ -298,6 +373,7 @@ class BootedHosts:
         if os.geteuid() != 0:
             raise HostsError("Test hosts belong to root: run it as root or by sudo.")
         self._remove_leftovers()
+        self._restore_limit()
 
     def _remove_leftovers(self) -> None:
         hosts = self.hosts()
@@ -313,14 +389,10 @@ class BootedHosts:
         for host in hosts:
             shutil.rmtree(host.directory, ignore_errors=False)
         listed = run("ip", "netns", "list", check=False).stdout.split() if shutil.which("ip") else []
-        for namespace in (name for name in listed if name.startswith(PREFIX)):
-            self._kill_group(namespace)
-            run("ip", "netns", "delete", namespace)
-        # The kernel closes a name space, and with it the host's end of the link, some time later: the next set would find the other end.
-        for link in Path("/sys/class/net").glob(f"v{PREFIX}*"):
-            run("ip", "link", "delete", link.name, check=False)
-        if Path(f"/sys/class/net/{BRIDGE}").exists():
-            run("ip", "link", "delete", BRIDGE)
+        for namespace in listed:
+            if namespace == self.namespace or namespace.startswith(f"{self.namespace}-"):
+                self._kill_group(namespace)
+                run("ip", "netns", "delete", namespace)  # and what is in it
 
     def _keeper(self, host: Host) -> int | None:
         """Pid of the host's keeper, if it runs."""
@@ -329,7 +401,7 @@ class BootedHosts:
             words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
         except (FileNotFoundError, ProcessLookupError, ValueError):
             return None
-        return pid if b"keep" in words and host.name.encode() in words else None
+        return pid if b"keep" in words and host.namespace.encode() in words else None
 
     def _signal_keeper(self, host: Host, number: signal.Signals) -> None:
         pid = self._keeper(host)
@@ -378,9 +450,13 @@ def main(arguments: list[str]) -> int:
             print(fleet.status())
         case ["ssh", name, *command]:
             host = fleet.host(int(name.removeprefix("gpu")))
-            os.execvp("ssh", ["ssh", "-F", str(fleet.ssh_config), host.address, *command])
-        case ["keep", name, owner]:
-            return fleet.keep(fleet.host(int(name.removeprefix("gpu"))), int(owner))
+            with fleet.network():
+                os.execvp("ssh", ["ssh", "-F", str(fleet.ssh_config), host.address, *command])
+        case ["run", program, *rest]:
+            with fleet.network():
+                os.execvp(program, [program, *rest])
+        case ["keep", namespace, owner]:
+            return fleet.keep(fleet.host(int(namespace.rpartition("gpu")[2])), int(owner))
         case _:
             print(__doc__)
             return 2

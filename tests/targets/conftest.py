@@ -8,11 +8,13 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -26,6 +28,7 @@ import host as fake_host
 import repository
 import scenarios
 
+import booted_hosts
 from booted_hosts import CONTROLLER, NETWORK, POWEROFF_SECONDS, USER, BootedHosts, Host
 from runs import PROCESSES_OF, PROJECT, playbook
 
@@ -103,7 +106,8 @@ class Pool:
 
     def nowhere(self, name: str) -> Host:
         """A host at an address where nobody is."""
-        return Host(name, str(NETWORK[254]), self.fleet.state / name)
+        namespace = f"{self.fleet.namespace}-{name}"
+        return Host(name, str(NETWORK[254]), self.fleet.state / name, namespace)
 
     def take(self, count: int, least: int | None = None) -> list[Host]:
         """The next `count` hosts; fewer, though `least`, where hosts that run already were named and are not enough."""
@@ -113,16 +117,35 @@ class Pool:
         return taken
 
 
+_running: list[BootedHosts] = []
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Run in the hosts' network. Other tests of this process run in the machine's."""
+    with _running[0].network() if _running else booted_hosts.machine_network():
+        return (yield)
+
+
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Pool]:
     """The hosts themselves. A machine that can't boot them fails the tests and says why: nothing is skipped."""
     fleet = BootedHosts(Path(os.environ.get("AERIE_TARGETS", CACHE / "targets")))
-    if named := os.environ.get("AERIE_TARGETS_HOSTS"):
-        yield Pool(fleet, [fleet.host(int(name.removeprefix("gpu"))) for name in named.split(",")])
-        return
-    hosts = fleet.up(HOSTS, owner=os.getpid())
-    yield Pool(fleet, hosts)
-    fleet.down()
+    named = os.environ.get("AERIE_TARGETS_HOSTS")
+    names = named.split(",") if named else []
+    hosts = [fleet.host(int(name.removeprefix("gpu"))) for name in names]
+    hosts = hosts or fleet.up(HOSTS, owner=os.getpid())
+    # Ansible names a kept SSH connection after the address, which a host of another clone has, too.
+    connections = tempfile.mkdtemp(prefix="aerie-ssh-")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("ANSIBLE_SSH_CONTROL_PATH_DIR", connections)
+        _running.append(fleet)
+        with fleet.network():
+            yield Pool(fleet, hosts)
+        _running.clear()
+    shutil.rmtree(connections)
+    if not named:
+        fleet.down()
 
 
 @pytest.fixture(scope="session")
@@ -192,7 +215,8 @@ def inventory_of(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Callab
 def wheels(pool: Pool) -> Iterator[str]:
     """URL of a page of all wheels that a host needs, reachable from the hosts."""
     directory = CACHE / "wheels"
-    download_wheels(directory)
+    with booted_hosts.machine_network():
+        download_wheels(directory)
     server = ThreadingHTTPServer((CONTROLLER, 0), functools.partial(QuietHandler, directory=str(directory)))
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield f"http://{CONTROLLER}:{server.server_port}/"

@@ -108,11 +108,13 @@ def measure(fleet: BootedHosts, hosts: list[Host]) -> None:
 def main(arguments: list[str]) -> int:
     fleet = BootedHosts(Path(os.environ.get("AERIE_TARGETS", PROJECT / ".cache/targets")))
     if named := os.environ.get("AERIE_TARGETS_HOSTS"):
-        measure(fleet, [fleet.host(int(name.removeprefix("gpu"))) for name in named.split(",")])
+        with fleet.network():
+            measure(fleet, [fleet.host(int(name.removeprefix("gpu"))) for name in named.split(",")])
         return 0
     hosts = fleet.up(int(arguments[0]) if arguments else 10, owner=os.getpid())
     try:
-        measure(fleet, hosts)
+        with fleet.network():
+            measure(fleet, hosts)
     finally:
         fleet.down()
     return 0

@@ -64,6 +64,12 @@ def test_the_server_is_a_unit_that_runs_now_and_at_boot(second, targets):
         assert targets.on(host, "systemctl is-enabled sglang@main") == "enabled"
 
 
+def test_systemd_accepts_the_unit(second, targets):
+    for host in targets.hosts:
+        done = targets.fleet.ssh(host, "systemd-analyze verify --man=no sglang@main.service")
+        assert [row for row in (done.stdout + done.stderr).splitlines() if "sglang@" in row] == []
+
+
 def test_the_server_runs_the_patched_release(second, targets):
     modules = ("sglang", "sglang.srt.speculative.aerie_phase_profiler")
     find = f"import importlib.util as u; [print(u.find_spec(name).origin) for name in {modules}]"

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from booted_hosts import BootedHosts, Host
+from booted_hosts import BootedHosts, Host, machine_network
 from runs import PROJECT, Run, playbook
 
 DEBS = PROJECT / ".cache/debs"
@@ -112,7 +112,9 @@ class Pair:
 def pair(pool, inventory_of, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     if len(list(DEBS.glob("*.deb"))) < 2:
         DEBS.mkdir(parents=True, exist_ok=True)
-        subprocess.run(["apt-get", "download", "-qq", "rsync", "libpopt0"], cwd=DEBS, check=True, capture_output=True, timeout=120)
+        with machine_network():
+            download = ["apt-get", "download", "-qq", "rsync", "libpopt0"]
+            subprocess.run(download, cwd=DEBS, check=True, capture_output=True, timeout=120)
     target, source = pool.take(2)
     fleet = pool.fleet
     inventory = inventory_of([target, source], {})

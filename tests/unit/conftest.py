@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from pathlib import Path
 
@@ -14,6 +15,19 @@ ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT / "library"), str(ROOT / "plugins"), str(Path(__file__).parent)]
 if str(ROOT / "module_utils") not in ansible.module_utils.__path__:
     ansible.module_utils.__path__.append(str(ROOT / "module_utils"))
+
+from ansible.module_utils.aerie.host.hosts import LiveHost  # noqa: E402
+
+
+@pytest.fixture
+def live_host(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> LiveHost:
+    """A live host with the files of a recorded container, and with the test's own directory."""
+    root = tmp_path_factory.mktemp("live")
+    shutil.copytree(ROOT / "tests/fixtures/hosts/container", root, dirs_exist_ok=True)
+    directory = root / str(tmp_path).lstrip("/")
+    directory.parent.mkdir(parents=True)
+    directory.symlink_to(tmp_path)
+    return LiveHost(root=root)
 
 
 @pytest.fixture(autouse=True)

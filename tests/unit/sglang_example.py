@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shlex
 import shutil
-import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -75,12 +74,6 @@ def supervisord() -> Path:
     return Path(found)
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def make_release(root: Path, arguments: list[dict[str, Any]] | None = None) -> Path:
     """Make a release whose ``bin/python`` runs a program in SGLang's place, and let ``current`` mean it."""
     release = root / "releases" / RELEASE
@@ -106,7 +99,7 @@ def make_models(root: Path, target: dict[str, Any] = TARGET, draft: dict[str, An
 
 
 def make_host(root: Path, stop_seconds: int = 10) -> Host:
-    return Host(HostPaths(root), "supervisor", supervisord(), stop_seconds)
+    return Host(HostPaths(root), "supervisor", supervisord(), stop_seconds, root / "no-cuda")
 
 
 def make_request(root: Path, arm: dict[str, Any] = EAGLE3, **changes: Any) -> Request:

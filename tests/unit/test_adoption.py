@@ -231,10 +231,13 @@ def test_an_environment_that_changes_after_it_was_looked_at_is_refused(image, pa
 
 
 def test_a_python_that_can_not_be_adopted_is_refused_with_a_cure(tmp_path, image):
+    no_python = tmp_path / "false"
+    no_python.write_text("#!/bin/sh\nexit 1\n")
+    no_python.chmod(0o755)
     for name, message in (
         (tmp_path / "nothing", "is no program on this host: correct it"),
         (image, rf"is a directory: name the Python in it, such as {image}/bin/python"),
-        ("/bin/false", "/bin/false does not run as a Python"),
+        (no_python, f"{no_python} does not run as a Python"),
     ):
         with pytest.raises(AerieError, match=rf"sglang_release_adopt_environment: .*{message}"):
             adoption.survey(str(name))

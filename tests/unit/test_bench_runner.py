@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,13 +16,10 @@ from ansible.module_utils.aerie.errors import AerieError
 from ansible.module_utils.aerie.files import read_json
 from ansible.module_utils.aerie.measuring import bench_clients, bench_runner
 
+from ports import free_port
+
 HERE = Path(__file__).parent
 CLIENT = bench_clients.Client("fake", "1", (sys.executable, str(HERE / "fake_client.py")))
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 class Lab:
@@ -82,7 +78,7 @@ class Lab:
 @pytest.fixture
 def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(bench_runner, "GONE_SECONDS", 0.5)
-    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{free_port()}")
     made = Lab(tmp_path)
     yield made
     made.process.kill()

@@ -49,6 +49,7 @@ def serve(paths: HostPaths, **changes: Any) -> None:
 
 
 def request(tmp_path: Path, **changes: Any) -> benchmark.Request:
+    target = str(tmp_path / "models/target")
     staged = tmp_path / "staged"
     staged.write_bytes(DATASET)
     wanted = experiment.validate({"name": "demo", "arms": ["eagle3"], "workload": WORKLOAD}, ["eagle3"])
@@ -61,7 +62,7 @@ def request(tmp_path: Path, **changes: Any) -> benchmark.Request:
         "plan": plan["identity"],
         "launch": plan["launches"][0],
         "arm": ARM,
-        "models": {"target": {"identity": "t", "path": "/models/target"}, "draft": {"identity": "d"}},
+        "models": {"target": {"identity": "t", "path": target}, "draft": {"identity": "d"}},
         "target": "target",
         "settings": {"flags": {"mem_fraction_static": 0.8}},
         "host_info": INFO,

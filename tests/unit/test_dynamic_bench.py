@@ -447,17 +447,17 @@ def served() -> Iterator[list[Process]]:
         child.communicate(timeout=20)
 
 
-def test_schedulers_have_a_core_to_themselves_and_give_it_back(served):
+def test_schedulers_have_a_core_to_themselves_and_give_it_back(served, tmp_path):
     placement, before = named("placement"), os.sched_getaffinity(0)
     assert len(before) >= 2, "this needs two cores"
     scheduler, detokenizer = served
     threads = sorted(int(entry.name) for entry in Path(f"/proc/{scheduler.pid}/task").iterdir())
     assert len(threads) == 2
-    where = placement.Placement(served, fewest=2)
+    where = placement.Placement(served, fewest=2, cpus=tmp_path)
     try:
         with where.kept() as placed:
             pass
-        rest = before - placement.siblings(placed["core"]) or before
+        rest = before - placement.siblings(placed["core"], tmp_path) or before
         assert placed["fastest_ms"] <= placed["ms"] <= placement.AS_FAST * placed["fastest_ms"] + 0.001
         assert os.sched_getaffinity(scheduler.pid) == {placed["core"]}
         others = [*(one for one in threads if one != scheduler.pid), detokenizer.pid, os.getpid()]
@@ -475,13 +475,13 @@ def eventually(is_so: Callable[[], bool]) -> bool:
     return is_so()
 
 
-def test_schedulers_leave_a_core_that_became_slow_for_a_fast_one(served, monkeypatch):
+def test_schedulers_leave_a_core_that_became_slow_for_a_fast_one(served, monkeypatch, tmp_path):
     placement, before = named("placement"), os.sched_getaffinity(0)
     speeds = dict.fromkeys(before, 1.0)
     monkeypatch.setattr(placement, "milliseconds", lambda core, *_: speeds[core])
     monkeypatch.setattr(placement, "LOOK_SECONDS", 0.01)
     scheduler, detokenizer = served
-    where = placement.Placement(served, fewest=2)
+    where = placement.Placement(served, fewest=2, cpus=tmp_path)
     try:
         with where.kept() as placed:
             first = placed["core"]

@@ -19,6 +19,8 @@ from ansible.module_utils.aerie.paths import HostPaths
 from ansible.module_utils.aerie.releases import environment
 from ansible.module_utils.aerie.releases.environment import Interpreter, Source
 
+from ports import free_port
+
 
 @pytest.fixture
 def host() -> installed.Installed:
@@ -224,7 +226,8 @@ def test_wheels_replace_every_index_and_extra_indexes_are_asked_only_where_said(
 
 def test_an_unreachable_extra_index_is_passed_over(host, tmp_path, monkeypatch):
     monkeypatch.setenv("PIP_FIND_LINKS", str(host.source.wheels))
-    source = Source(index_url="http://127.0.0.1:9/simple", extra_index_urls=("http://127.0.0.1:9/extra",))
+    index = f"http://127.0.0.1:{free_port()}"
+    source = Source(index_url=f"{index}/simple", extra_index_urls=(f"{index}/extra",))
     pip = environment._Pip(host.plan.environment / "bin/python", source, extra=True, retries=0)
     pip.run(["download", "--no-deps", "-d", str(tmp_path), "small_library==1.0"], "nothing came")
     assert [path.name for path in tmp_path.glob("*.whl")] == ["small_library-1.0-py3-none-any.whl"]

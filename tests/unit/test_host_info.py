@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,6 +17,8 @@ from ansible.module_utils.aerie.host import anonymize, gpus, host_info, occupanc
 from ansible.module_utils.aerie.host.host_info import Question, open_host, survey
 from ansible.module_utils.aerie.host.hosts import LiveHost
 from ansible.module_utils.aerie.releases import model_identity
+
+from ports import free_port
 
 HOSTS = Path(__file__).parents[1] / "fixtures/hosts"
 MODEL = Path(__file__).parents[2] / "models/tiny/target"
@@ -145,28 +147,29 @@ def test_a_path_that_is_missing_is_told_by_its_nearest_parent_and_its_file_syste
 IDENTITY = "3f0c5e2b9d77ab01c4de551f0a9b8c7d6e5f4a3b2c1d0e9f8a7b6c5d4e3f2a1b"
 
 
-def live(root: Path, catalog: dict) -> dict:
-    return survey(open_host(Path("/")), Question(aerie_root=root, catalog=catalog, pythons=()))
+@pytest.fixture
+def survey_models(live_host: LiveHost) -> Callable[[Path, dict], dict]:
+    return lambda root, catalog: survey(live_host, Question(aerie_root=root, catalog=catalog, pythons=()))
 
 
-def test_a_models_identity_is_the_one_that_is_known_and_no_weights_are_hashed_for_it(tmp_path, monkeypatch):
+def test_a_models_identity_is_the_one_that_is_known_and_no_weights_are_hashed_for_it(survey_models, live_host, tmp_path, monkeypatch):
     model = tmp_path / "aerie/models/target"
     shutil.copytree(MODEL, model)
     catalog = {"target": {"source": "controller", "path": "/elsewhere/target"}}
     with monkeypatch.context() as patched:
         patched.setattr(model_identity, "sha256_file", lambda path: pytest.fail(f"{path} was hashed"))
-        assert live(tmp_path / "aerie", catalog)["models"][str(model)]["identity"] is None
-    kept = model_identity.read(model)
+        assert survey_models(tmp_path / "aerie", catalog)["models"][str(model)]["identity"] is None
+    kept = model_identity.read(live_host.root / str(model).lstrip("/"))
     model_identity.remember(kept, tmp_path / "aerie/models/identities")
     with monkeypatch.context() as patched:
         patched.setattr(model_identity, "sha256_file", lambda path: pytest.fail(f"{path} was hashed"))
-        found = live(tmp_path / "aerie", catalog)
+        found = survey_models(tmp_path / "aerie", catalog)
         assert found["models"][str(model)] == {"problems": [], "bytes": kept.as_dict()["bytes"], "identity": kept.identity}
         os.utime(model / "config.json", (1, 1))
-        assert live(tmp_path / "aerie", catalog)["models"][str(model)]["identity"] is None
+        assert survey_models(tmp_path / "aerie", catalog)["models"][str(model)]["identity"] is None
 
 
-def test_models_are_looked_for_where_each_source_puts_them_and_those_to_be_brought_are_not_missed(tmp_path):
+def test_models_are_looked_for_where_each_source_puts_them_and_those_to_be_brought_are_not_missed(survey_models, tmp_path):
     (tmp_path / "dummy").mkdir()
     (tmp_path / "dummy/config.json").write_text("{}")
     (tmp_path / "aerie/models/half").mkdir(parents=True)
@@ -176,7 +179,7 @@ def test_models_are_looked_for_where_each_source_puts_them_and_those_to_be_broug
         "half": {"source": "rsync", "from": "gpu-01:/m/half"},
         "later": {"source": "hub", "repository": "lab/tiny", "revision": "0" * 40},
     }
-    info = live(tmp_path / "aerie", catalog)
+    info = survey_models(tmp_path / "aerie", catalog)
     problems = {Path(path).name: bool(model["problems"]) for path, model in info["models"].items()}
     assert problems == {"gone": True, "dummy": False, "half": True}
     there = {Path(path).name: about["exists"] for path, about in info["paths"].items()}
@@ -265,26 +268,25 @@ def server():
     process.wait()
 
 
-def test_a_live_listener_is_named_with_its_instance(server):
+def test_a_live_listener_is_named_with_its_instance(server, live_host):
     pid, port = server
-    info = survey(open_host(Path("/")), Question(ports=(port,)))
+    info = survey(live_host, Question(ports=(port,)))
     assert [(owner["pid"], owner["instance"]) for owner in info["ports"][str(port)]] == [(pid, "survey-test")]
     assert info["ports"][str(port)][0]["argv"][:2] == [sys.executable, "-c"]
     assert info["ports"][str(port)][0]["root"] == "/srv/here"
     assert [process["pid"] for process in info["servers"]["survey-test"]] == [pid]
 
 
-def test_a_server_of_another_root_is_not_one_of_ours(server):
+def test_a_server_of_another_root_is_not_one_of_ours(server, live_host):
     pid, _ = server
-    ours, others = (survey(open_host(Path("/")), Question(aerie_root=Path(root)))["servers"] for root in ("/srv/here", "/srv/else"))
+    ours, others = (survey(live_host, Question(aerie_root=Path(root)))["servers"] for root in ("/srv/here", "/srv/else"))
     assert [process["pid"] for process in ours["survey-test"]] == [pid]
     assert "survey-test" not in others
 
 
-def test_a_free_port_has_no_listener():
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    assert survey(open_host(Path("/")), Question(ports=(port,)))["ports"] == {str(port): []}
+def test_a_free_port_has_no_listener(live_host):
+    port = free_port()
+    assert survey(live_host, Question(ports=(port,)))["ports"] == {str(port): []}
 
 
 def test_a_command_that_hangs_is_given_up():

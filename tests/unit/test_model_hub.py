@@ -13,6 +13,7 @@ from ansible.module_utils.aerie.releases.model_fetch import Remote
 from ansible.module_utils.aerie.releases.model_hub import Hub
 
 from hub_server import LFS_BYTES, serving
+from ports import free_port
 
 FILES = {
     "config.json": b'{"hidden_size": 8}',
@@ -71,14 +72,15 @@ def test_a_hub_that_refuses_is_told_with_the_cure(hub):
     with pytest.raises(AerieError, match=r"answers 401 .*private or gated.* set sglang_models_hub_token"):
         wanted(hub)
     assert wanted(hub, token="t").files
+    silent = Hub(f"http://127.0.0.1:{free_port()}", "lab/tiny", hub.commit)
     with pytest.raises(AerieError, match=r"does not answer from this host .*: let it through, set sglang_models_hub_endpoint to a mirror"):
-        Hub("http://127.0.0.1:9", "lab/tiny", hub.commit).wanted("tiny", entry(hub), Path("/x"))
+        silent.wanted("tiny", entry(hub), Path("/x"))
 
 
 def test_a_branch_is_known_by_its_commit(hub):
     assert model_hub.resolve(hub.url, "lab/tiny", "main") == hub.commit
     assert model_hub.resolve(hub.url, "lab/tiny", "no-such-branch") is None
-    assert model_hub.resolve("http://127.0.0.1:9", "lab/tiny", "main") is None
+    assert model_hub.resolve(f"http://127.0.0.1:{free_port()}", "lab/tiny", "main") is None
 
 
 def test_settings_without_a_hub_resolve_nothing(hub, monkeypatch):

@@ -17,6 +17,7 @@ from ansible.module_utils.testing import patch_module_args
 
 import model_identity as module
 from hub_server import Hub, serving
+from ports import free_port
 
 CONFIG = {"architectures": ["LlamaForCausalLM"], "hidden_size": 8, "vocab_size": 16, "torch_dtype": "float32"}
 
@@ -219,7 +220,8 @@ def test_a_model_that_was_fetched_before_is_refused_when_it_has_another_identity
     files = [vars(file) for file in sorted(model.files, key=lambda file: file.name)]
     (directory / ".aerie-model.json").write_text(json.dumps({"origin": origin, "identity": model.identity, "files": files}))
     entry = {key: value for key, value in origin.items() if key != "exclude"}
-    arguments = {"hub_endpoint": "http://127.0.0.1:9", "hub_lock_text": "", "python": sys.executable}
+    silent = f"http://127.0.0.1:{free_port()}"
+    arguments = {"hub_endpoint": silent, "hub_lock_text": "", "python": sys.executable}
     refused = run(models={"tiny": entry | {"identity": "0" * 64}}, **arguments)
     assert refused["failed"] and f"tiny: {directory} is another model" in refused["msg"] and "name its commit" in refused["msg"]
     taken = run(models={"tiny": entry | {"identity": model.identity}}, **arguments)
@@ -297,10 +299,16 @@ def test_the_library_of_the_hub_comes_from_the_wheels_that_the_release_comes_fro
     assert not ended["ok"] and f"from the wheels at {tmp_path / 'wheels'}: add those that are missing" in ended["msg"]
 
 
-def test_a_source_that_nothing_answers_at_is_handed_to_the_controller(run, tmp_path):
-    entry = {"source": "rsync", "from": "ops@127.0.0.1:/srv/models/x", "port": 9}
+def test_a_source_that_nothing_answers_at_is_handed_to_the_controller(run, tmp_path, monkeypatch):
+    port = free_port()
+    ssh = tmp_path / "bin/ssh"
+    ssh.parent.mkdir()
+    ssh.write_text(f"#!/bin/sh\necho hostname 127.0.0.1; echo port {port}\n")
+    ssh.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{ssh.parent}:{os.environ['PATH']}")
+    entry = {"source": "rsync", "from": "ops@127.0.0.1:/srv/models/x", "port": port}
     result = run(models={"x": entry})
-    assert result["unreachable"] == {"x": ["127.0.0.1", 9]} and not result["changed"]
+    assert result["unreachable"] == {"x": ["127.0.0.1", port]} and not result["changed"]
     assert not (tmp_path / "host").exists()
 
 

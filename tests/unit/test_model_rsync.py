@@ -15,12 +15,14 @@ from ansible.module_utils.aerie.paths import HostPaths
 from ansible.module_utils.aerie.releases import model_rsync, model_sources
 from ansible.module_utils.aerie.releases.model_rsync import Rsync
 
+from ports import free_port
+
 SSH = """#!/bin/sh
 echo "$@" >> "$FAKE/ssh.log"
 for last; do :; done
 if [ "$1" = -G ]; then cat "$FAKE/ssh-g"; exit 0; fi
 if [ -f "$FAKE/refuses" ]; then cat "$FAKE/refuses" >&2; exit 255; fi
-PATH="$FAKE/far:/usr/bin:/bin" exec sh -c "$last"
+PATH="$FAKE/far:$FAR_PATH" exec sh -c "$last"
 """
 RSYNC = """#!/bin/sh
 exit 0
@@ -43,6 +45,7 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (fake / path).write_text(text)
         (fake / path).chmod(0o755)
     monkeypatch.setenv("FAKE", str(fake))
+    monkeypatch.setenv("FAR_PATH", os.environ["PATH"])
     monkeypatch.setenv("PATH", f"{fake}:{os.environ['PATH']}")
     return fake
 
@@ -112,10 +115,10 @@ def test_a_source_that_does_not_let_us_in_is_told_with_the_cure(host, model, sai
 def test_a_directory_that_is_not_there_and_a_missing_rsync_are_told_by_host(host, model, tmp_path, monkeypatch):
     with pytest.raises(AerieError, match="there is no such directory on that host"):
         wanted(tmp_path / "none")
-    if not Path("/usr/bin/rsync").exists():
-        (host / "far/rsync").unlink()
-        with pytest.raises(AerieError, match=r"gpu-01, where the model is, has no rsync: install it .*apt-get install rsync"):
-            wanted(model)
+    (host / "far/rsync").unlink()
+    message = r"gpu-01, where the model is, has no rsync: install it .*apt-get install rsync"
+    with pytest.raises(AerieError, match=message):
+        wanted(model)
     (host / "rsync").unlink()
     monkeypatch.setenv("PATH", str(host))
     with pytest.raises(AerieError, match=r"this host has no rsync, which source rsync needs: install it"):
@@ -136,13 +139,14 @@ def test_a_host_of_the_inventory_is_reached_as_the_inventory_says(host, model):
 
 
 def test_a_key_that_is_pinned_is_the_only_one_that_is_taken(host, model):
-    wanted(model, host_key="ssh-ed25519 AAAA", identity_file="/home/ops/.ssh/models", port=2222)
+    key = model / "key"
+    wanted(model, host_key="ssh-ed25519 AAAA", identity_file=str(key), port=2222)
     words = (host / "ssh.log").read_text()
     for option in (
         "StrictHostKeyChecking=yes",
         "HostKeyAlias=aerie-model-source",
         "HostKeyAlgorithms=ssh-ed25519",
-        "-i /home/ops/.ssh/models",
+        f"-i {key}",
         "-p 2222",
     ):
         assert option in words
@@ -158,9 +162,10 @@ def test_by_way_of_the_controller_only_the_place_to_connect_to_changes(host, mod
 
 
 def test_a_source_is_unreachable_where_nothing_answers_unless_ssh_has_a_way_of_its_own(host, model):
-    (host / "ssh-g").write_text("hostname 127.0.0.1\nport 9\n")
-    assert source(model).unreachable() == ("127.0.0.1", 9)
-    (host / "ssh-g").write_text("hostname 127.0.0.1\nport 9\nproxyjump bastion\n")
+    port = free_port()
+    (host / "ssh-g").write_text(f"hostname 127.0.0.1\nport {port}\n")
+    assert source(model).unreachable() == ("127.0.0.1", port)
+    (host / "ssh-g").write_text(f"hostname 127.0.0.1\nport {port}\nproxyjump bastion\n")
     assert source(model).unreachable() is None
 
 

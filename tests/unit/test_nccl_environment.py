@@ -68,7 +68,7 @@ def test_no_profile_breaks_the_rules(profile):
     ("environment", "rule", "cure"),
     [
         ({"NCCL_GRAPH_FILE": ""}, "graph-file-empty", "leave NCCL_GRAPH_FILE out"),
-        ({"NCCL_GRAPH_FILE": "/there/is/none.xml"}, "graph-file-missing", "bring the file"),
+        ({"NCCL_GRAPH_FILE": f"{__file__}/none.xml"}, "graph-file-missing", "bring the file"),
         ({"CUDA_VISIBLE_DEVICES": ""}, "visible-devices-empty", "sglang_server_instances"),
         ({"CUDA_VISIBLE_DEVICES": "0,1"}, "visible-devices-here", "set gpus of the instance"),
         ({"NCCL_PROTO": "LL128,Fast"}, "proto-unknown", "LL, LL128, Simple"),

@@ -15,6 +15,8 @@ from ansible.module_utils.aerie.patching import patch_checks
 from ansible.module_utils.aerie.serving import server_plan
 from upkeep_example import ADDED, MARKS, WORKER, patch_set
 
+from ports import free_port
+
 
 @pytest.fixture
 def root(tmp_path):
@@ -136,7 +138,7 @@ def test_a_plugin_that_sglang_would_load_by_itself_is_told_unless_it_is_shut_out
 def test_a_server_is_refused_before_anything_is_touched_and_in_check_mode_warned_about(tmp_path):
     sglang_example.make_release(tmp_path)
     host = sglang_example.make_host(tmp_path)
-    asked = {"patch_sets": tuple(wanted(MARKS)), "instance": {"port": sglang_example.free_port()}}
+    asked = {"patch_sets": tuple(wanted(MARKS)), "instance": {"port": free_port()}}
     with pytest.raises(AerieError, match=r"nothing was touched.*was made with the patch sets none, and asked for are marks"):
         server_plan.plan(host, sglang_example.make_request(tmp_path, **asked))
     assert not (tmp_path / "instances").exists()
@@ -150,7 +152,7 @@ def test_a_server_on_an_adopted_tree_is_another_when_its_patch_sets_are(tmp_path
     definitions = set()
     for sets in ([], [{"name": "marks", "sha256": "1"}], [{"name": "marks", "sha256": "2"}]):
         (release / "release.json").write_text(json.dumps(value | {"patch_sets": sets}))
-        request = sglang_example.make_request(tmp_path, instance={"port": sglang_example.free_port()})
+        request = sglang_example.make_request(tmp_path, instance={"port": free_port()})
         plan = server_plan.plan(sglang_example.make_host(tmp_path), request)
         definitions.add(canonical_hash(server_plan._sources(plan.release)))
     assert len(definitions) == 3

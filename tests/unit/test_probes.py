@@ -17,7 +17,7 @@ from ansible.module_utils.aerie import processes
 from ansible.module_utils.aerie.errors import AerieError
 from ansible.module_utils.aerie.host import probe_findings, probe_runner, probes
 from ansible.module_utils.aerie.host.probe_programs import all_reduce, common
-from ansible.module_utils.aerie.host.probe_runner import MARK, SHARED_MEMORY, Ended, Outcome, Part, Runner
+from ansible.module_utils.aerie.host.probe_runner import MARK, Ended, Outcome, Part, Runner
 
 # What stands for a program: it goes through the request's "steps", as the real ones go through their stages.
 SCRIPTED = """
@@ -42,7 +42,7 @@ def main(request, events):
         elif step == "child":  # in a session of its own, as a compiler's server would be
             subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"], start_new_session=value)
         elif step == "share":
-            with open("/dev/shm/" + value, "wb+") as stream:
+            with open(value, "wb+") as stream:
                 stream.truncate(4096)
                 keep = mmap.mmap(stream.fileno(), 4096)
         elif step == "say":
@@ -90,17 +90,24 @@ class Hung:
     others: Path
 
 
+@pytest.fixture(scope="module", autouse=True)
+def shared_memory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A directory in place of the machine's shared memory."""
+    with pytest.MonkeyPatch.context() as patched:
+        directory = tmp_path_factory.mktemp("shm")
+        patched.setattr(probe_runner, "SHARED_MEMORY", f"{directory}/")
+        yield directory
+
+
 @pytest.fixture(scope="module")
-def hung(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hung]:
+def hung(tmp_path_factory: pytest.TempPathFactory, shared_memory: Path) -> Hung:
     """Two ranks that never end; the first has children and shared memory."""
     runner = Runner(Path(sys.executable), tmp_path_factory.mktemp("hung"), dict(os.environ), programs=PROGRAMS)
-    others, shared = (Path(f"{SHARED_MEMORY}aerie-test-{os.getpid()}-{whose}") for whose in ("others", "ours"))
+    others, shared = shared_memory / "others", shared_memory / "ours"
     others.write_bytes(b"another's")
-    first = part("rank 0", ("child", False), ("child", True), ("share", shared.name), ("stage", "start"), ("stage", "sum"), ("hang", 0))
+    first = part("rank 0", ("child", False), ("child", True), ("share", str(shared)), ("stage", "start"), ("stage", "sum"), ("hang", 0))
     outcome = runner.run("a", "scripted", [first, part("rank 1", ("stage", "start"), ("hang", 0))], seconds=3, together=True)
-    yield Hung(outcome, left(runner), shared, others)
-    others.unlink(missing_ok=True)
-    shared.unlink(missing_ok=True)
+    return Hung(outcome, left(runner), shared, others)
 
 
 def test_a_hang_names_the_process_the_stage_and_the_call(hung):
@@ -274,7 +281,9 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., probe
             for number in range(count)
         ]
         state.write_text(json.dumps({"gpus": rows, "processes": processes}))
-        return probes.Settings(**{"root": tmp_path / "root", "python": sys.executable, "timeout_seconds": 20.0} | given)
+        return probes.Settings(
+            **{"root": tmp_path / "root", "python": sys.executable, "timeout_seconds": 20.0, "cuda_toolkit": tmp_path / "no-cuda"} | given
+        )
 
     return make
 

@@ -1,10 +1,8 @@
-"""Service definitions say what they must, and systemd itself accepts its unit."""
+"""Service definitions say what they must."""
 
 from __future__ import annotations
 
 import configparser
-import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -30,20 +28,6 @@ def test_the_unit_ends_the_whole_cgroup_and_lets_gpus_be_used(tmp_path):
     assert unit["ExecStart"] == f"{tmp_path}/instances/%i/launch"
     assert not {"PrivateDevices", "DevicePolicy", "ProtectClock", "MemoryDenyWriteExecute", "PrivateNetwork"} & set(unit)
     assert settings(text)["Install"]["WantedBy"] == "multi-user.target"
-
-
-@pytest.mark.skipif(not shutil.which("systemd-analyze"), reason="systemd-analyze is not installed")
-def test_systemd_accepts_the_unit(tmp_path):
-    launch = tmp_path / "instances/main/launch"
-    launch.parent.mkdir(parents=True)
-    launch.write_text("#!/bin/sh\n")
-    launch.chmod(0o755)
-    (path, text), *_ = Systemd(HostPaths(tmp_path), 60, tmp_path).definitions("main").items()
-    unit = path.with_name("sglang@main.service")
-    unit.write_text(text)
-    answer = subprocess.run(["systemd-analyze", "verify", "--man=no", str(unit)], capture_output=True, text=True, check=False)
-    complaints = [row for row in answer.stderr.splitlines() if "sglang@main" in row]
-    assert complaints == []
 
 
 def test_the_program_is_stopped_with_its_group_and_not_started_for_ever(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -61,7 +62,7 @@ def found(paths: HostPaths, tree: Path, python: Path | None = None, instances: t
 def test_a_working_directory_a_command_line_and_a_pythonpath_in_the_tree_count(paths, tree, start):
     works = start(sys.executable, "-c", SLEEP, cwd=tree)
     names = start(sys.executable, "-c", SLEEP, f"--model={tree}/sglang/x.py")
-    imports = start(sys.executable, "-c", SLEEP, PYTHONPATH=f"/elsewhere:{tree}")
+    imports = start(sys.executable, "-c", SLEEP, PYTHONPATH=f"{tree.parents[1]}/elsewhere:{tree}")
     other = start(sys.executable, "-c", SLEEP, PYTHONPATH=str(tree.parent / "python-other"))
     users = found(paths, tree)
     assert users[works] == f"works in {tree}"
@@ -77,7 +78,8 @@ def test_a_link_to_the_tree_is_the_tree(paths, tree, start, tmp_path):
 
 
 def test_only_python_runs_its_code(paths, tree, start):
-    assert start("sleep", "600", cwd=tree) not in found(paths, tree)
+    sleep = shutil.which("sleep")
+    assert start("sleep", "600", executable=sleep, cwd=tree) not in found(paths, tree)
 
 
 def test_the_adopted_interpreter_counts_when_it_runs_sglang_and_another_environment_of_it_does_not(paths, tree, start, tmp_path):
@@ -121,7 +123,18 @@ def test_servers_that_will_be_stopped_and_what_started_us_are_not_foreign(paths,
     assert ours not in users
     assert theirs in users
     assert ours in found(paths, tree), "an instance that nobody named is not stopped, so it counts"
-    assert not {os.getpid(), os.getppid()} & set(found(paths, Path("/")))
+
+
+def test_what_started_us_is_not_foreign(paths, tree, tmp_path, monkeypatch):
+    ours, stranger = 7_000_001, 7_000_002  # beyond the highest process id that Linux gives
+    for pid, parent in ((os.getpid(), ours), (ours, 1), (stranger, 1)):
+        process = tmp_path / f"proc/{pid}"
+        process.mkdir(parents=True)
+        (process / "stat").write_text(f"{pid} (python) S {parent} 0")
+        (process / "cmdline").write_text("python\0run.py\0")
+        (process / "cwd").symlink_to(tree)
+    monkeypatch.setattr(processes, "machine", processes.Machine(tmp_path / "proc"))
+    assert set(found(paths, tree)) == {stranger}
 
 
 def test_the_module_names_each_process_and_what_to_do(paths, tree, start, capsys):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -63,7 +63,7 @@ def survey(host: Host, question: Question, recording: dict[str, Any] | None = No
     occupancy.refuse_relative("models", question.models)
     deadline = began + question.command_seconds + GRACE_SECONDS
     if isinstance(host, LiveHost):
-        host = LiveHost(question.command_seconds, deadline)
+        host = replace(host, seconds=question.command_seconds, deadline=deadline)
     if recording is not None:
         host = Recorder(host, recording)
     started = StartedHost(host, deadline)

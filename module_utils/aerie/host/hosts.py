@@ -107,10 +107,19 @@ class Host(Protocol):
 
 @dataclass(frozen=True)
 class LiveHost:
-    """The host that this process runs on. A command has ``seconds``, and none is waited for after ``deadline`` (time.monotonic)."""
+    """The host that this process runs on.
+
+    A command has ``seconds``, and none is waited for after ``deadline`` (time.monotonic). Files are
+    read below ``root``, and system programs run from there: unit tests survey a directory instead
+    of the machine.
+    """
 
     seconds: float = COMMAND_SECONDS
     deadline: float | None = None
+    root: Path = Path("/")
+
+    def _at(self, path: str) -> Path:
+        return self.root / path.lstrip("/")
 
     @property
     def environment(self) -> Mapping[str, str]:
@@ -121,7 +130,8 @@ class LiveHost:
         allowed = self.seconds if self.deadline is None else min(self.seconds, self.deadline - started)
         if allowed <= 0:
             return Completed(None, "", f"{argv[0]}: not asked, since the survey's time was up")
-        path = os.pathsep.join((os.environ.get("PATH", os.defpath), *SYSTEM_PROGRAMS))
+        system_programs = (str(self._at(directory)) for directory in SYSTEM_PROGRAMS)
+        path = os.pathsep.join((os.environ.get("PATH", os.defpath), *system_programs))
         try:
             process = subprocess.Popen(
                 argv,
@@ -148,7 +158,7 @@ class LiveHost:
 
     def read(self, path: str) -> bytes | None:
         try:
-            with Path(path).open("rb") as stream:
+            with self._at(path).open("rb") as stream:
                 # A file of /proc says size 0; asking it for many bytes at once is refused.
                 if os.fstat(stream.fileno()).st_size > LARGEST_FILE:
                     stream.seek(-LARGEST_FILE, os.SEEK_END)
@@ -158,31 +168,34 @@ class LiveHost:
 
     def names(self, path: str) -> tuple[str, ...] | None:
         try:
-            return tuple(sorted(entry.name for entry in Path(path).iterdir()))
+            return tuple(sorted(entry.name for entry in self._at(path).iterdir()))
         except OSError:
             return None
 
     def stat(self, path: str) -> Stat | None:
         try:
-            found = Path(path).stat()
+            found = self._at(path).stat()
         except OSError:
             return None
         return Stat("directory" if stat.S_ISDIR(found.st_mode) else "file", found.st_size, max(0, int(time.time() - found.st_mtime)))
 
     def link(self, path: str) -> str | None:
         try:
-            return str(Path(path).readlink())
+            return str(self._at(path).readlink())
         except OSError:
             return None
 
     def disk(self, path: str) -> dict[str, Any]:
         """Return the size and free bytes of the file system of ``path``, and whether we may write there."""
-        usage = shutil.disk_usage(path)
-        return {"total_bytes": usage.total, "free_bytes": usage.free, "writable": os.access(path, os.W_OK | os.X_OK)}
+        place = self._at(path)
+        usage = shutil.disk_usage(place)
+        writable = os.access(place, os.W_OK | os.X_OK)
+        return {"total_bytes": usage.total, "free_bytes": usage.free, "writable": writable}
 
     def model(self, path: str, root: str | None = None, *, weights: bool = True) -> dict[str, Any]:
         """Return what :func:`check_model` does; ``root`` is Aerie's directory, where it keeps the hashes of models that it looked at."""
-        return check_model(Path(path), cache=model_identity.cache_of(HostPaths(Path(root))) if root else None, weights=weights)
+        cache = model_identity.cache_of(HostPaths(self._at(root))) if root else None
+        return check_model(self._at(path), path, cache=cache, weights=weights)
 
     def processes(self) -> list[Process]:
         return processes.scan()

@@ -290,11 +290,6 @@ def _shared_memory() -> set[str]:
 
 def _mapped_shared_memory(pids: Iterable[int]) -> set[str]:
     """Return the names of files in /dev/shm that these processes have mapped: what a killed one can't remove itself."""
-    names = set()
-    for pid in pids:
-        with contextlib.suppress(OSError):
-            for line in Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines():
-                _, found, name = line.partition(f" {SHARED_MEMORY}")
-                if found and not name.endswith(" (deleted)"):
-                    names.add(name)
-    return names
+    files = {file for pid in pids for file in processes.mapped_files(pid)}
+    shared = (file for file in files if file.startswith(SHARED_MEMORY))
+    return {file.removeprefix(SHARED_MEMORY) for file in shared if not file.endswith(" (deleted)")}

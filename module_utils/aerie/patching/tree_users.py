@@ -65,15 +65,8 @@ def _own(everything: Mapping[int, Process]) -> set[int]:
     return line
 
 
-def _link(process: Process, name: str) -> Path | None:
-    try:
-        return Path(f"/proc/{process.pid}/{name}").readlink()
-    except OSError:
-        return None
-
-
 def _is_python(process: Process) -> bool:
-    program = _link(process, "exe")
+    program = processes.link(process.pid, "exe")
     names = [program.name if program else "", Path(process.argv[0]).name if process.argv else ""]
     return any(PYTHON.fullmatch(name) for name in names) or _is_renamed(process)
 
@@ -83,7 +76,7 @@ def _is_renamed(process: Process) -> bool:
 
 
 def _use(process: Process, tree: Path, python: Path | None) -> str | None:
-    directory = _link(process, "cwd")
+    directory = processes.link(process.pid, "cwd")
     if directory is not None and _inside(directory, tree):
         return f"works in {directory}"
     for word in process.argv:
@@ -115,5 +108,5 @@ def _is_interpreter(process: Process, python: Path) -> bool:
     if shown.startswith("/"):
         # Links below bin all name one interpreter; the directory says whose packages it uses.
         return Path(shown).parent.resolve() == python.parent.resolve() and Path(shown).resolve() == python.resolve()
-    program = _link(process, "exe")
+    program = processes.link(process.pid, "exe")
     return program is not None and program == python.resolve()

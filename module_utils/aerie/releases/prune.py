@@ -389,15 +389,10 @@ class _Used:
 
 def _open_paths(pid: int) -> Iterator[str]:
     """Yield a process's working directory, program and mapped files: SGLang's schedulers hide their arguments and environment."""
-    home = Path(f"/proc/{pid}")
-    for link in ("cwd", "exe"):
-        with contextlib.suppress(OSError):
-            yield str((home / link).readlink())
-    with contextlib.suppress(OSError):
-        for row in (home / "maps").read_text(errors="replace").splitlines():
-            fields = row.split(maxsplit=5)
-            if len(fields) == 6 and fields[5].startswith("/"):
-                yield fields[5]
+    for name in ("cwd", "exe"):
+        if (path := processes.link(pid, name)) is not None:
+            yield str(path)
+    yield from processes.mapped_files(pid)
 
 
 def _weighed(items: Sequence[Item]) -> Iterator[Item]:

@@ -42,10 +42,7 @@ def of_instance(paths: HostPaths, name: str) -> list[Process]:
 
 
 def _works_in(pid: int, directory: Path) -> bool:
-    try:
-        return Path(f"/proc/{pid}/cwd").readlink() == directory.resolve()
-    except OSError:
-        return False
+    return processes.link(pid, "cwd") == directory.resolve()
 
 
 def end(paths: HostPaths, name: str, seen: Iterable[Process], seconds: float) -> list[Process]:

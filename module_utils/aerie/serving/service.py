@@ -68,15 +68,15 @@ def choose(kind: str, running: Path = SYSTEMD_RUNNING) -> str:
     """Return ``systemd`` or ``supervisor`` for what a person asked for (``auto`` too)."""
     if kind not in ("auto", "systemd", "supervisor"):
         raise AerieError(f"aerie_service_manager: {kind!r} is not one of auto, systemd and supervisor")
+    if kind == "supervisor":
+        return kind
     usable = running.is_dir() and os.geteuid() == 0
     if kind == "systemd" and not usable:
         why = "systemd does not run here" if not running.is_dir() else "only root may define systemd units"
         raise AerieError(
             f"aerie_service_manager: systemd: {why}: use auto or supervisor{'' if not running.is_dir() else ', or become: true'}"
         )
-    if kind == "auto":
-        return "systemd" if usable else "supervisor"
-    return kind
+    return "systemd" if usable else "supervisor"
 
 
 def checked_root(paths: HostPaths) -> str:

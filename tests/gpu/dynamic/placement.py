@@ -83,8 +83,9 @@ def chosen(speeds: Mapping[int, float], now: int) -> int:
 class Placement:
     """Where the schedulers of some servers run."""
 
-    def __init__(self, processes: Iterable[Process], fewest: int = FEWEST) -> None:
+    def __init__(self, processes: Iterable[Process], fewest: int = FEWEST, cpus: Path = CPUS) -> None:
         self._processes = list(processes)
+        self._cpus = cpus
         self._allowed = frozenset(os.sched_getaffinity(0))
         self._is_on = bool(self._processes) and len(self._allowed) >= fewest
         self._core = UNPLACED
@@ -140,7 +141,7 @@ class Placement:
 
     def _move(self, core: int) -> None:
         self._core = core
-        self._apply({core}, set(self._allowed) - siblings(core) or set(self._allowed))
+        self._apply({core}, set(self._allowed) - siblings(core, self._cpus) or set(self._allowed))
 
     def leave(self) -> None:
         """Let everything run everywhere again."""
