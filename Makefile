@@ -50,7 +50,7 @@ setup: .venv/.controller ## make .venv with what ansible-playbook needs
 .PHONY: demo
 demo: .venv/.controller ## deploy, measure and report on this machine, without a GPU and without root
 	@$(bin)/ansible-playbook deploy_eagle3.yml
-	@echo; echo "The server answers at http://127.0.0.1:30000/v1 (model target) until you type: make stop"
+	@echo; echo "The server answers at http://127.0.0.1:$${AERIE_DEMO_PORT:-30000}/v1 (model target) until you type: make stop"
 	@echo "To type ansible-playbook yourself: . .venv/bin/activate"
 
 .PHONY: stop
