@@ -41,6 +41,7 @@ CHECKPOINT_QUANTIZATIONS = ("modelopt_fp4", "modelopt_fp8", "awq", "awq_marlin",
 PATCH_SWITCHES = {
     "AERIE_FLASHINFER_PREFILL_PLAN": ("flashinfer_prefill_plan", ("host", "check")),
     "AERIE_FLASHINFER_FUSION_SM120": ("flashinfer_fusion_sm120", ("1",)),
+    "AERIE_TARGET_VERIFY": ("triton_target_verify", ("grouped", "extend", "check")),
 }
 """Variables that switch a patch set on: its name, and the values that do. Without the set nothing reads them, and nobody would know."""
 PATCH_SWITCHES_OFF = ("", "0")
