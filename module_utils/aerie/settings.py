@@ -169,7 +169,7 @@ def check_instances(instances: Mapping[str, Any], arms: Collection[str], catalog
                 yield f"{where}.{key}: {_not_in(instance[key], candidates, source)}"
         gpus = instance.get("gpus")
         if gpus is not None and not _are_gpus(gpus):
-            yield f"{where}.gpus is {gpus!r}: it must be null (all) or a list of different GPU numbers, such as [0, 1]"
+            yield f"{where}.gpus is {gpus!r}: it must be a list of different GPU numbers, such as [0, 1], or null (the first ones)"
         yield from check_flags(f"{where}.flags", instance.get("flags"))
         yield from check_environment(f"{where}.environment", instance.get("environment"))
 
@@ -260,9 +260,17 @@ def check_flags(where: str, flags: Any) -> Iterator[str]:
     if not isinstance(flags, Mapping):
         yield f"{where} is {flags!r}: it must be a mapping, flag to value"
         return
-    for flag in flags:
-        if cure := server_flags.OWNED.get(server_flags.plain(str(flag))):
+    spellings: dict[str, Any] = {}
+    for flag, value in flags.items():
+        name = server_flags.plain(str(flag))
+        if cure := server_flags.OWNED.get(name):
             yield f"{where}.{flag}: {cure} and leave the flag out"
+        dest = launch_checks.PARALLEL_FLAGS.get(name, name)
+        if dest in spellings:
+            yield f"{where}: {spellings[dest]} and {flag} are the same flag: write one of them"
+        spellings.setdefault(dest, flag)
+        if dest in launch_checks.PARALLEL_SIZES and value is not None and not (_is_count(value) or str(value).isdigit()):
+            yield f"{where}.{flag} is {value!r}: it must be a whole number"
 
 
 def check_environment(where: str, environment: Any) -> Iterator[str]:

@@ -9,6 +9,8 @@ from typing import Any
 
 from ansible.module_utils.aerie.words import near
 
+CLOSER = 0.92
+"""The same for a name that begins with another word than any role's: it may be a variable of the user's own."""
 CLOSE = 0.85
 """How alike a name that no role owns must be to a known one to count as its misspelling."""
 
@@ -61,7 +63,7 @@ def unknown(roles: Roles, variables: Mapping[str, str | None], exceptions: Itera
         at = f" ({where})" if where else ""
         if owner := roles.owner(name):
             problems.append(f"{name}{at}: role {owner} has no such setting{near(name, known)}")
-        elif roles.shares_family(name) and difflib.get_close_matches(name, known, n=1, cutoff=CLOSE):
+        elif difflib.get_close_matches(name, known, n=1, cutoff=CLOSE if roles.shares_family(name) else CLOSER):
             problems.append(f"{name}{at}: no role has such a setting{near(name, known)}")
     return problems
 

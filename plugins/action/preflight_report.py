@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -52,7 +53,8 @@ class ActionModule(ActionBase):
         known = rules.load(Path(self._loader.path_dwim(arguments["rules"])) if arguments["rules"] else rules.RULES)
         ignore = results.ignored(arguments["ignore"], known)
         asked = [_examined(known, host, given, ignore) for host, given in arguments["hosts"].items()]
-        found = [one for one in asked if one is not None]
+        inventory = inventory_options()
+        found = [results.with_inventory(one, inventory) for one in asked if one is not None]
         comparisons = self._compared(arguments["compare"], found, known, ignore, arguments["hosts"])
         written: dict[Path, bytes] = {output / f"{one.host}.json": _json(one.as_dict()) for one in found}
         page = output / (COMPARISON_PAGE if comparisons else PAGE)
@@ -95,6 +97,13 @@ class ActionModule(ActionBase):
             if one.unreachable is not None:
                 raise AerieError(f"preflight_compare: {one.host} could not be asked: {one.unreachable}")
         return [compare.compare(*pair)]
+
+
+def inventory_options() -> str:
+    """Return the ``-i`` options of this run, for a command that a person pastes."""
+    from ansible.context import CLIARGS  # bound anew when the command line was read
+
+    return shlex.join([word for source in CLIARGS.get("inventory") or () for word in ("-i", source)])
 
 
 def _examined(known: Any, host: str, given: Mapping[str, Any], ignore: Mapping[str, str]) -> results.HostResult | None:

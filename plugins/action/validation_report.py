@@ -19,6 +19,7 @@ INSTANCE_COLUMNS = {
     "hosts": terminal.LEFT,
     "instance": terminal.LEFT,
     "arm": terminal.LEFT,
+    "speculation": terminal.LEFT,
     "model": terminal.LEFT,
     "GPUs": terminal.LEFT,
     "port": terminal.RIGHT,
@@ -53,7 +54,9 @@ class ActionModule(ActionBase):
         problems = {host: checked["problems"] for host, checked in hosts.items()}
         if any(problems.values()):
             message = settings_overview.problem_report(problems)
-            return result | {"failed": True, "msg": message}
+            count = settings_overview.count_problems(problems)
+            summary = [{"text": f"{count}; they are listed above.", "style": "error"}]
+            return result | {"failed": True, "msg": message, "run_summary": summary}
         if not arguments["show"]:
             return result | {"changed": False, "table": ""}
         parts = tables({host: checked["overview"] for host, checked in hosts.items()})
@@ -65,17 +68,19 @@ class ActionModule(ActionBase):
         }
 
     def _summary(self, hosts: Mapping[str, Any], variables: Mapping[str, Any]) -> list[dict[str, str]]:
-        """Return that the settings can be used, and where nothing else runs, the next command."""
+        """Return that the settings can be used, and the next command; nothing where more is run."""
         from ansible.context import CLIARGS  # bound anew when the command line was read
 
+        if not variables.get("__aerie_suggest_next"):
+            return []
         count = f"{len(hosts)} host{'s' * (len(hosts) != 1)}"
         summary = [{"text": f"The settings of {count} can be used.", "style": "good"}]
-        if not variables.get("__aerie_suggest_next"):
-            return summary
         profiles = {str(variables["hostvars"][host].get("aerie_profile", "")) for host in hosts}
         playbook = "deploy_eagle3.yml" if profiles == {"cpu"} else "playbooks/preflight.yml"
-        inventories = [word for source in CLIARGS.get("inventory") or () for word in ("-i", source)]
-        command = shlex.join(["ansible-playbook", *inventories, playbook])
+        options = [word for source in CLIARGS.get("inventory") or () for word in ("-i", source)]
+        if CLIARGS.get("subset"):
+            options += ["--limit", CLIARGS["subset"]]
+        command = shlex.join(["ansible-playbook", *options, playbook])
         return [*summary, {"text": "Next:"}, {"command": command}]
 
 
@@ -85,7 +90,7 @@ def tables(overviews: Mapping[str, Mapping[str, Any]]) -> list[terminal.Part]:
     experiments: dict[tuple[str, ...], list[str]] = {}
     for host, overview in overviews.items():
         for instance in overview["instances"]:
-            keys = ("instance", "arm", "model", "gpus", "port", "version")
+            keys = ("instance", "arm", "speculation", "model", "gpus", "port", "version")
             instances.setdefault(tuple(instance[key] for key in keys), []).append(host)
         if plan := overview["experiment"]:
             about = (plan["name"], plan["instance"], ", ".join(plan["arms"]))

@@ -113,9 +113,11 @@ def _syntax_problem(path: Path, text: str, error: yaml.MarkedYAMLError) -> str:
     # A sequence or mapping that is not closed is noticed at the end of the file; it begins where the context is.
     begin = error.context_mark if mark.line >= len(lines) and error.context_mark else mark
     hint = HINTS.get(problem)
-    excerpt = lines[begin.line].strip() if begin.line < len(lines) else ""
     where = f"{path}:{begin.line + 1}:{begin.column + 1}"
-    return f"{where}: {problem}" + (f": {hint}" if hint else "") + (f"\n    {excerpt}" if excerpt else "")
+    # As they stand, since indentation is what is wrong most often.
+    excerpt = [f"    | {line}" for line in lines[max(begin.line - 1, 0) : begin.line + 1]]
+    excerpt += [f"    | {' ' * begin.column}^"] if excerpt else []
+    return "\n".join((f"{where}: {problem}" + (f": {hint}" if hint else ""), *excerpt))
 
 
 def _repeated_keys(path: Path, root: yaml.Node) -> Iterator[str]:

@@ -40,6 +40,7 @@ def _instances(values: Mapping[str, Any], project: settings_check.Project) -> li
             {
                 "instance": name,
                 "arm": str(instance["arm"]),
+                "speculation": _speculation(arms.get(instance["arm"])),
                 "model": str(instance["model"]),
                 "gpus": "CPU" if is_cpu else _gpus(launch_checks.gpus_used(instance.get("gpus"), flags)),
                 "port": str(instance["port"]),
@@ -47,6 +48,17 @@ def _instances(values: Mapping[str, Any], project: settings_check.Project) -> li
             }
         )
     return rows
+
+
+def _speculation(arm: Any) -> str:
+    """Return what an arm speculates with: algorithm, steps, topk and drafted tokens."""
+    speculation = (arm or {}).get("speculation")
+    if not speculation:
+        return "none"
+    numbers = [speculation[key] for key in ("steps", "topk", "draft_tokens") if speculation.get(key) is not None]
+    shape = "/".join(str(number) for number in numbers)
+    words = [str(speculation["algorithm"]), shape, "dynamic" if arm.get("dynamic") else ""]
+    return " ".join(word for word in words if word)
 
 
 def _version(values: Mapping[str, Any], project: settings_check.Project) -> str:
@@ -97,12 +109,23 @@ def problem_report(problems: Mapping[str, Sequence[str]]) -> str:
     problems_by_hosts: dict[tuple[str, ...], list[str]] = {}
     for text, hosts in hosts_by_problem.items():
         problems_by_hosts.setdefault(tuple(hosts), []).append(text)
-    count = f"{len(hosts_by_problem)} problem{'s' * (len(hosts_by_problem) != 1)}"
+    count = _counted(len(hosts_by_problem), "problem")
     lines = [f"these settings can't be used, and nothing was touched: {count}"]
     for sharing, shared_problems in problems_by_hosts.items():
         lines.append(f"{_hosts(sharing, len(problems))}:")
         lines += [f"  - {text}" for text in shared_problems]
     return "\n".join(lines)
+
+
+def count_problems(problems: Mapping[str, Sequence[str]]) -> str:
+    """Return how many problems the hosts have, each counted once."""
+    different = {text for texts in problems.values() for text in texts}
+    affected = sum(1 for texts in problems.values() if texts)
+    return f"{_counted(len(different), 'problem')} of settings on {_counted(affected, 'host')}"
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}{'s' * (count != 1)}"
 
 
 def _hosts(hosts: Sequence[str], count: int) -> str:

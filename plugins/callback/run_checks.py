@@ -52,8 +52,8 @@ class CallbackModule(CallbackBase):
     def v2_playbook_on_start(self, playbook: Any) -> None:
         if str(PROJECT / "plugins/action") not in DEFAULT_ACTION_PLUGIN_PATH:
             self._refuse(
-                f"this run uses {CONFIG_FILE or 'no ansible.cfg'} instead of Aerie's, and its plugins "
-                f"are missing; nothing was touched. Do one of these:\n    cd {PROJECT}\n"
+                f"Ansible did not find Aerie's ansible.cfg (it uses {CONFIG_FILE or 'none'}), so Aerie's "
+                f"plugins are missing; nothing was touched. Do one of these:\n    cd {PROJECT}\n"
                 f"    export ANSIBLE_CONFIG={CONFIG}\n"
                 "The second is needed where everyone may write to the directory: there Ansible ignores "
                 "ansible.cfg."

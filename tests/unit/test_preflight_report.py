@@ -140,8 +140,18 @@ def test_no_host_s_words_reach_the_terminal_or_the_page_as_more_than_words():
 def test_lines_stay_within_the_terminal(width):
     found = [result("gpu-lost", "gpu-lost-somewhere-in-a-rack-with-a-very-long-name"), result("nccl-conf-stale"), lost()]
     texts = [text_of(found, width=width), compared(compare.compare(found[0], found[1]), width=width)]
-    commands = {f"        {command}" for host in found for finding in host.findings for command in finding.commands}
-    assert max(len(line) for text in texts for line in text.splitlines() if line not in commands) <= width
+    commands = tuple(f"        {command}" for host in found for finding in host.findings for command in finding.commands)
+    assert max(len(line) for text in texts for line in text.splitlines() if not line.startswith(commands)) <= width
+
+
+def test_playbooks_of_fixes_are_for_the_inventory_of_the_run_and_for_the_hosts_of_the_finding():
+    hosts = [result("nccl-conf-stale", "a"), result("nccl-conf-stale", "b"), result(HEALTHY, "c")]
+    text = text_of([results.with_inventory(host, "-i 'my fleet'") for host in hosts])
+    lines = [line.strip() for line in text.splitlines() if line.strip().startswith("ansible-playbook ")]
+    assert lines
+    for line in lines:
+        assert line.startswith("ansible-playbook -i 'my fleet' playbooks/")
+        assert line.endswith((" --limit a,b", " --limit c", " --limit a,b,c"))
 
 
 class Page(HTMLParser):

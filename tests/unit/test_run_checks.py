@@ -127,6 +127,7 @@ def test_the_problems_of_a_fleet_are_one_report(inventory):
     assert done.stdout.count("these settings can't be used, and nothing was touched: 5 problems") == 1
     for problem in ("sglang_server_ready_secs", "'basline' is not one of", "port 30000 belongs to", "its flags use 8 GPUs"):
         assert done.stdout.count(problem) == 1, done.stdout
+    assert done.stdout.rstrip().endswith("\n5 problems of settings on 4 hosts; they are listed above.")
     # gpu-04 has instances of its own, so that it shares one problem with the others.
     assert "all 4 hosts:" in done.stdout
     assert "gpu-01, gpu-02 and gpu-03:" in done.stdout
@@ -144,8 +145,9 @@ def test_right_settings_are_shown_as_tables_with_the_next_command(inventory):
     done = ansible("-i", inventory, "playbooks/validate.yml")
     assert done.returncode == 0, done.stdout
     rows = [line.split() for line in done.stdout.splitlines()]
-    assert ["hosts", "instance", "arm", "model", "GPUs", "port", "SGLang"] in rows
-    assert ["gpu-01,", "gpu-02,", "gpu-03", "main", "eagle3-v2", "kimi-k2.5", "0–7", "30000", "0.5.15.post1"] in rows
+    assert ["hosts", "instance", "arm", "speculation", "model", "GPUs", "port", "SGLang"] in rows
+    shared = ["gpu-01,", "gpu-02,", "gpu-03", "main", "eagle3-v2", "EAGLE3", "3/1/4"]
+    assert [*shared, "kimi-k2.5", "0–7", "30000", "0.5.15.post1"] in rows
     assert ["hosts", "experiment", "instance", "arms", "starts", "cells", "duration"] in rows
     lines = [line.strip() for line in done.stdout.splitlines() if line.strip()]
     assert lines[-3:] == [

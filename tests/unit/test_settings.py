@@ -120,6 +120,20 @@ def test_gpus_are_counted_as_sglang_counts_them(change):
     assert settings.check(values, PROJECT) == []
 
 
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        ({"tp_size": "two"}, "sglang_server_flags.tp_size is 'two': it must be a whole number"),
+        ({"tp_size": 2, "tp-size": 4}, "sglang_server_flags: tp_size and tp-size are the same flag: write one of them"),
+        ({"tp_size": 2, "tensor-parallel-size": 2}, "tp_size and tensor-parallel-size are the same flag"),
+        ({"mem-fraction-static": 0.9, "mem_fraction_static": 0.8}, "are the same flag: write one of them"),
+    ],
+)
+def test_flags_that_contradict_themselves_are_refused(flags, problem):
+    problems = settings.check(ON_GPUS | {"sglang_server_flags": {"pp-size": 1} | flags}, PROJECT)
+    assert any(problem in text for text in problems), problems
+
+
 def test_gpus_are_checked_for_each_arm_that_an_experiment_starts():
     values = copy.deepcopy(ON_GPUS)
     values["sglang_server_arms"]["baseline"]["flags"] = {"tp-size": 4}
@@ -238,7 +252,7 @@ def test_settings_of_roles_that_are_not_there_are_not_missed():
         ("sglang_server_instances/main/port", None, "sglang_server_instances.main.port is missing"),
         ("sglang_server_instances/main/port", 70000, "port is 70000: it must be a number from 1 to 65535"),
         ("sglang_server_instances/main/port", True, "port is True: it must be a number"),
-        ("sglang_server_instances/main/gpus", [0, 0], "gpus is [0, 0]: it must be null (all) or a list of different GPU numbers"),
+        ("sglang_server_instances/main/gpus", [0, 0], "gpus is [0, 0]: it must be a list of different GPU numbers"),
         ("sglang_server_instances/main/host", "0.0.0.0", "set sglang_server_api_key"),
         (
             "sglang_server_instances/second",

@@ -33,6 +33,12 @@ def test_an_unknown_name_is_refused_by_the_role_with_the_longest_prefix(name, pr
     assert found.startswith(f"{name} (hosts.yml:3): {problem}")
 
 
+def test_a_misspelt_first_word_is_refused_and_a_variable_of_the_users_own_is_not():
+    roles = variables.Roles({"aerie": {"aerie_root": {}}, "provision": {"provision_canary": {}}})
+    names = {"aeri_root": None, "provison_canary": None, "area_root": None, "canary": None, "model_root": None}
+    assert [problem.partition(":")[0] for problem in variables.unknown(roles, names)] == ["aeri_root", "provison_canary"]
+
+
 def test_a_misspelt_prefix_is_refused_too():
     roles = variables.Roles({"sglang_server": {"sglang_server_arms": {}}})
     (found,) = variables.unknown(roles, {"sglang_servr_arms": None})

@@ -253,6 +253,9 @@ PARALLEL_FLAGS = {
 """Flags that decide how many GPUs a server uses, and which, with their dest. Source: server_args.py of SGLang 0.5.9 and 0.5.23."""
 
 
+PARALLEL_SIZES = ("tp_size", "pp_size", "dp_size", "attn_dp_size", "base_gpu_id", "gpu_id_step")
+
+
 def parallel_flags(*layers: Any) -> dict[str, Any]:
     """Return by dest the flags of ``layers``, from general to special, that decide which GPUs a server uses.
 

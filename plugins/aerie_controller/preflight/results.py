@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,8 @@ from . import rules
 from .rules import Finding, Rule, Unjudged
 
 SCHEMA = "aerie-preflight/1"
+EXAMPLE_INVENTORY = "-i inventory/mine"
+"""What rules write in a command."""
 NEVER = "never"
 FAIL_ON = (rules.ERROR, rules.WARNING, NEVER)
 
@@ -85,6 +87,20 @@ class HostResult:
             want=value["want"],
             info=value["info"],
         )
+
+
+def with_inventory(result: HostResult, options: str) -> HostResult:
+    """Return ``result`` with commands for the inventory of this run (``-i``, quoted) instead of an example's."""
+
+    def named(finding: Finding) -> Finding:
+        commands = tuple(line.replace(EXAMPLE_INVENTORY, options) for line in finding.commands)
+        return replace(finding, commands=commands)
+
+    return replace(
+        result,
+        findings=tuple(named(finding) for finding in result.findings),
+        ignored=tuple((named(finding), reason) for finding, reason in result.ignored),
+    )
 
 
 def _finding(value: Mapping[str, Any]) -> Finding:

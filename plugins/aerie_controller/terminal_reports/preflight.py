@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -78,7 +79,14 @@ def _fixes(findings: Sequence[Shared]) -> Iterator[Part]:
     for (cure, commands), hosts in by_fix.items():
         where = f" on {_hosts(hosts)}" if len(by_fix) > 1 else ""
         yield paragraph(f"fix{where}: {cure}", indent=4)
-        yield from (command(line, indent=8) for line in commands)
+        yield from (command(_limited(line, hosts), indent=8) for line in commands)
+
+
+def _limited(line: str, hosts: Sequence[str]) -> str:
+    """Return a command; a playbook is run for the hosts that it is for."""
+    if not line.startswith("ansible-playbook "):
+        return line
+    return f"{line} --limit {shlex.quote(','.join(hosts))}"
 
 
 def _hosts(hosts: Sequence[str]) -> str:
