@@ -113,7 +113,7 @@ def layers(settings: dict[str, Any], arm: dict[str, Any], instance: dict[str, An
     base = {
         "model-path": catalog[instance["model"]]["path"],
         "host": instance.get("host", "127.0.0.1"),
-        "port": instance["port"],
+        "port": 30000,  # the demo's is a template, which only a run resolves
         "enable-metrics": True,
     }
     return [

@@ -122,8 +122,10 @@ _running: list[BootedHosts] = []
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """Run in the hosts' network. Other tests of this process run in the machine's."""
-    with _running[0].network() if _running else booted_hosts.machine_network():
+    """Run these tests in the hosts' network, and all others of this process in the machine's."""
+    # pytest calls this hook for every item, not only for those beside this file.
+    is_ours = item.path.is_relative_to(Path(__file__).parent)
+    with _running[0].network() if _running and is_ours else booted_hosts.machine_network():
         return (yield)
 
 
