@@ -7,5 +7,5 @@ from pathlib import Path
 
 
 def test_this_process_is_in_the_network_of_its_parent():
-    own, parent = (os.stat(f"/proc/{process}/ns/net").st_ino for process in ("thread-self", os.getppid()))
+    own, parent = (Path(f"/proc/{process}/ns/net").stat().st_ino for process in ("thread-self", os.getppid()))
     assert own == parent, Path("/proc/self/cmdline").read_text()
