@@ -54,7 +54,8 @@ overview:
   returned: success
   type: dict
   sample:
-    instances: [{instance: main, arm: eagle3, model: target, gpus: CPU, port: "30000", version: 0.5.23}]
+    instances:
+      - {instance: main, arm: eagle3, speculation: EAGLE3 3/1/4, model: target, gpus: CPU, port: "30000", version: 0.5.23}
     experiment: {name: demo, instance: main, arms: [baseline, eagle3], starts: 6, cells: 21, seconds: 300, limit_seconds: 11700}
 """
 

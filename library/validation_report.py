@@ -8,7 +8,7 @@ module: validation_report
 short_description: Report what M(validate_variables) says of all hosts, once
 description:
   - Fails with one message that names every problem of every host, each problem once with the hosts that share it.
-  - Where there is none, shows the instances of all hosts (arm, model, GPUs, port, version) and the experiment of each with its
+  - Where there is none, shows the instances of all hosts (arm, speculation, model, GPUs, port, version) and the experiment of each with its
     starts, cells and length, and the next command.
   - Runs on the controller, once for all hosts of a play, and touches nothing.
 author: Aerie contributors (!UNKNOWN)
@@ -51,8 +51,8 @@ table:
   returned: success
   type: str
   sample: |
-    host       instance  arm     model   GPUs  port   SGLang
-    localhost  main      eagle3  target  CPU   30000  0.5.23
+    hosts      instance  arm     speculation   model   GPUs   port  SGLang
+    localhost  main      eagle3  EAGLE3 3/1/4  target  CPU   30000  0.5.23
 """
 
 from ansible.module_utils.basic import AnsibleModule

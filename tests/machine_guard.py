@@ -200,10 +200,10 @@ class MachineGuard:
         environment: Mapping[str, str] | None,
     ) -> None:
         search_path = os.pathsep.join(os.get_exec_path(environment))
-        found = shutil.which(program, path=search_path)
+        executable = shutil.which(program, path=search_path)
         words = [argv] if isinstance(argv, str | bytes | os.PathLike) else argv
         paths = [word for word in map(os.fsdecode, words[1:]) if word.startswith("/")]
-        for path in ([found] if found else []) + paths:
+        for path in ([executable] if executable else []) + paths:
             name = os.path.normpath(path)
             if not self._is_own_path(name):
                 self._report(event, f"{os.fsdecode(program)} with {name}")

@@ -203,8 +203,8 @@ def check_gpus(settings: Mapping[str, Any], project: Project) -> Iterator[str]:
                 yield f"sglang_server_instances.{name}.gpus is {instance['gpus']!r}: the profile cpu serves without GPUs: leave gpus out"
         return
     arms = _mapping(settings, "sglang_server_arms")
-    measured = settings.get("sglang_benchmark_instance") or next(iter(instances), None)
-    experiment_arms = _experiment_arms(project.experiments.get(str(settings.get("sglang_benchmark_experiment"))))
+    data = project.experiments.get(str(settings.get("sglang_benchmark_experiment")))
+    measured, experiment_arms = measured_instance(settings, data), _experiment_arms(data)
     for name, instance in instances.items():
         own_arm = str(instance.get("arm"))
         problems: dict[str, str] = {}
@@ -235,7 +235,7 @@ def _shared_gpus(settings: Mapping[str, Any], arms: Mapping[str, Any], instances
             shared.setdefault(tuple(names), []).append(gpu)
     for sharing, gpus in shared.items():
         subject = f"GPU {gpus[0]} belongs" if len(gpus) == 1 else f"GPUs {listing(gpus)} belong"
-        first = "".join(f"; {name} has no gpus, so it uses the first {unlisted[name]}" for name in sharing if name in unlisted)
+        first = "".join(f"; {name} has no gpus, and its flags use {unlisted[name]}" for name in sharing if name in unlisted)
         yield f"{subject} to instances {listing(sharing)}{first}: give each GPUs of its own (gpus in sglang_server_instances)"
 
 
@@ -371,6 +371,13 @@ def _mapping(settings: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 def _are_gpus(gpus: Any) -> bool:
     return isinstance(gpus, list) and bool(gpus) and all(_is_count(gpu) for gpu in gpus) and len(set(gpus)) == len(gpus)
+
+
+def measured_instance(settings: Mapping[str, Any], data: Any) -> str | None:
+    """Return the instance that an experiment with content ``data`` measures; None where nobody said which of several."""
+    instances = _mapping(settings, "sglang_server_instances")
+    own = data.get("instance") if isinstance(data, Mapping) else None
+    return settings.get("sglang_benchmark_instance") or own or (next(iter(instances)) if len(instances) == 1 else None)
 
 
 def _experiment_arms(data: Any) -> list[str]:

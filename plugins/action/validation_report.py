@@ -93,9 +93,9 @@ def tables(overviews: Mapping[str, Mapping[str, Any]]) -> list[terminal.Part]:
             keys = ("instance", "arm", "speculation", "model", "gpus", "port", "version")
             instances.setdefault(tuple(instance[key] for key in keys), []).append(host)
         if plan := overview["experiment"]:
-            about = (plan["name"], plan["instance"], ", ".join(plan["arms"]))
+            subject = (plan["name"], plan["instance"], ", ".join(plan["arms"]))
             size = (str(plan["starts"]), str(plan["cells"]), settings_overview.duration(plan))
-            experiments.setdefault((*about, *size), []).append(host)
+            experiments.setdefault((*subject, *size), []).append(host)
     parts: list[terminal.Part] = []
     for columns, rows in ((INSTANCE_COLUMNS, instances), (EXPERIMENT_COLUMNS, experiments)):
         if rows:

@@ -83,8 +83,7 @@ def _experiment(host: str, values: Mapping[str, Any], project: settings_check.Pr
         return None
     instances = values.get("sglang_server_instances") or {}
     plan = experiment.plan(experiment.validate(project.experiments[name], arms, instances), arms)
-    chosen = values.get("sglang_benchmark_instance") or plan.experiment.instance
-    instance = chosen or (next(iter(instances)) if len(instances) == 1 else None)
+    instance = settings_check.measured_instance(values, project.experiments[name])
     results = Path(str(values.get("aerie_results") or ""))
     runs = experiment_duration.last_runs(results, plan.experiment.name, host)
     estimates = (experiment_duration.estimate(plan, records) for records in runs)
@@ -134,11 +133,11 @@ def _hosts(hosts: Sequence[str], count: int) -> str:
     return listing(hosts)
 
 
-def duration(about: Mapping[str, Any]) -> str:
+def duration(experiment_row: Mapping[str, Any]) -> str:
     """Return how long an experiment takes, in words, and where that is known from."""
-    if about["seconds"] is not None:
-        return f"about {_time(about['seconds'])}, as last time"
-    return f"not measured yet (limit {_time(about['limit_seconds'])})"
+    if experiment_row["seconds"] is not None:
+        return f"about {_time(experiment_row['seconds'])}, as last time"
+    return f"not measured yet (limit {_time(experiment_row['limit_seconds'])})"
 
 
 def _time(seconds: float) -> str:

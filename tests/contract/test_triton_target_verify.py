@@ -53,9 +53,9 @@ class TestSglang:
     @pytest.fixture
     def call(self, method: ast.FunctionDef) -> ast.Call:
         """Return the call of the kernel for prefills, which the hook comes before."""
-        found = [node for node in ast.walk(method) if isinstance(node, ast.Call) and anchors.dotted(node.func) in KERNEL_CALLS]
-        assert len(found) == 1
-        return found[0]
+        kernel_calls = [node for node in ast.walk(method) if isinstance(node, ast.Call) and anchors.dotted(node.func) in KERNEL_CALLS]
+        assert len(kernel_calls) == 1
+        return kernel_calls[0]
 
     def test_what_the_hook_hands_over_is_there(self, method: ast.FunctionDef, version: str) -> None:
         hooks = [hook for hook in SET.hooks if hook.versions is None or Version.parse(version) in hook.versions]

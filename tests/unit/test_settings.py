@@ -88,7 +88,7 @@ def test_instances_on_gpus_of_their_own_have_no_problem():
             {"gpus": [0, 1]},
             "GPUs 0 and 1 belong to instances first and second: give each GPUs of its own",
         ),
-        ("second", {"gpus": None}, "second has no gpus, so it uses the first 2: give each GPUs of its"),
+        ("second", {"gpus": None}, "second has no gpus, and its flags use 2: give each GPUs of its"),
         ("second", {"gpus": None, "flags": {"base-gpu-id": 1}}, "GPU 1 belongs to instances first and"),
         ("second", {"flags": {"tp_size": 4}}, "its flags use 4 GPUs (tp-size x pp-size x dp-size), gpus"),
         ("second", {"gpus": [2]}, "instance second: its flags use 2 GPUs"),
@@ -142,6 +142,14 @@ def test_gpus_are_checked_for_each_arm_that_an_experiment_starts():
     assert len(problems) == 1, problems
     assert problems[0].startswith("instance first: its flags use 4 GPUs")
     assert problems[0].endswith("(with arm baseline of the experiment)")
+
+
+def test_an_experiment_may_name_the_instance_that_it_measures():
+    values = copy.deepcopy(ON_GPUS) | {"sglang_benchmark_instance": None}
+    values["sglang_server_arms"]["baseline"]["flags"] = {"tp-size": 4}
+    values["sglang_server_instances"]["second"]["arm"] = "eagle3"
+    own = settings.Project(["phase_profiler"], {"demo": {**EXPERIMENT, "instance": "second"}}, VERSIONS)
+    assert [problem.partition(":")[0] for problem in settings.check(values, own)] == ["instance second"]
 
 
 def test_the_cpu_profile_serves_without_gpus():

@@ -174,10 +174,10 @@ class LiveHost:
 
     def stat(self, path: str) -> Stat | None:
         try:
-            found = self._at(path).stat()
+            status = self._at(path).stat()
         except OSError:
             return None
-        return Stat("directory" if stat.S_ISDIR(found.st_mode) else "file", found.st_size, max(0, int(time.time() - found.st_mtime)))
+        return Stat("directory" if stat.S_ISDIR(status.st_mode) else "file", status.st_size, max(0, int(time.time() - status.st_mtime)))
 
     def link(self, path: str) -> str | None:
         try:

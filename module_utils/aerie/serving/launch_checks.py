@@ -187,11 +187,7 @@ def dynamic_problems(flags: Mapping[str, Any], draft: Config | None, environment
     elif algorithm != "EAGLE3":
         yield f"dynamic speculation is for EAGLE-3 drafts, which can catch up exactly: set speculation.algorithm to EAGLE3 (is {algorithm})"
 
-    def number(dest: str, default: int) -> int:
-        value = str(flags.get(dest, default))
-        return int(value) if value.isdigit() else default
-
-    topk = number("speculative_eagle_topk", 1)
+    topk = _number(flags, "speculative_eagle_topk", 1)
     if topk != 1:
         yield f"dynamic speculation is for chains of drafted tokens, not for trees: set speculation.topk to 1 (is {topk})"
     layers = text_config(draft).get("num_hidden_layers") if draft else None
@@ -199,9 +195,9 @@ def dynamic_problems(flags: Mapping[str, Any], draft: Config | None, environment
         yield "dynamic speculation: the K/V of a multi-layer draft can't be written without running it: leave out enable-multi-layer-eagle"
     elif isinstance(layers, int) and layers > 1:
         yield f"dynamic speculation: the K/V of a draft of {layers} layers can't be written without running it: use one of one layer"
-    if flags.get("enable_dp_attention") or number("attn_dp_size", 1) > 1:
+    if flags.get("enable_dp_attention") or _number(flags, "attn_dp_size", 1) > 1:
         yield "dynamic speculation: with DP attention each rank has its own batches, and would decide alone: leave out enable-dp-attention"
-    if number("pp_size", 1) > 1:
+    if _number(flags, "pp_size", 1) > 1:
         yield f"dynamic speculation is not for pipeline parallelism: set pp-size to 1, and tp-size instead (is {flags['pp_size']})"
     if flags.get("enable_lora") or flags.get("lora_paths"):
         yield "dynamic speculation was not tried with LoRA: leave out enable-lora and lora-paths"
@@ -216,7 +212,7 @@ def dynamic_problems(flags: Mapping[str, Any], draft: Config | None, environment
             yield "a threshold auto needs a calibration: set the arm's dynamic.threshold to auto instead of the flag, or give a number"
     elif not str(threshold).isdigit():
         yield f"the threshold of dynamic speculation must be a number of requests, 0 or more, or auto (is {threshold})"
-    elif int(threshold) >= (most := number("max_running_requests", MAX_RUNNING_REQUESTS)):
+    elif int(threshold) >= (most := _number(flags, "max_running_requests", MAX_RUNNING_REQUESTS)):
         yield (
             f"a threshold of {threshold} never decodes plainly, since no more than {most} requests run at once: set max-running-requests "
             f"above {threshold} (without it {MAX_RUNNING_REQUESTS} with speculation), or a lower threshold"
@@ -253,6 +249,12 @@ PARALLEL_FLAGS = {
 """Flags that decide how many GPUs a server uses, and which, with their dest. Source: server_args.py of SGLang 0.5.9 and 0.5.23."""
 
 
+def _number(flags: Mapping[str, Any], dest: str, default: int) -> int:
+    """Return a flag's whole number; ``default`` where it is left out or none."""
+    value = str(flags.get(dest, default))
+    return int(value) if value.isdigit() else default
+
+
 PARALLEL_SIZES = ("tp_size", "pp_size", "dp_size", "attn_dp_size", "base_gpu_id", "gpu_id_step")
 
 
@@ -273,25 +275,15 @@ def gpus_used(gpus: list[int] | None, flags: Mapping[str, Any]) -> list[int]:
     """Return the numbers of the GPUs that a server with these flags (by dest) uses; ``gpus`` are all it sees, None is every GPU."""
     if gpus is not None:
         return gpus
-
-    def number(dest: str, default: int) -> int:
-        value = str(flags.get(dest, default))
-        return int(value) if value.isdigit() else default
-
-    first, step = number("base_gpu_id", 0), number("gpu_id_step", 1)
+    first, step = _number(flags, "base_gpu_id", 0), _number(flags, "gpu_id_step", 1)
     return [first + step * rank for rank in range(gpus_needed(flags))]
 
 
 def gpus_needed(flags: Mapping[str, Any]) -> int:
     """Return how many GPUs the flags (by argparse dest) use."""
-
-    def size(dest: str) -> int:
-        value = str(flags.get(dest, 1))
-        return int(value) if value.isdigit() else 1
-
     # server_args.py: with DP attention the replicas share the tensor-parallel GPUs.
-    shared = flags.get("enable_dp_attention") or size("attn_dp_size") > 1
-    return size("tp_size") * size("pp_size") * (1 if shared else size("dp_size"))
+    shared = flags.get("enable_dp_attention") or _number(flags, "attn_dp_size", 1) > 1
+    return _number(flags, "tp_size", 1) * _number(flags, "pp_size", 1) * (1 if shared else _number(flags, "dp_size", 1))
 
 
 def gpu_problems(instance: str, gpus: list[int] | None, flags: Mapping[str, Any]) -> Iterator[str]:

@@ -411,7 +411,7 @@ def _running_gpus(paths: HostPaths, name: str) -> dict[str, list[int]]:
     gpus = {}
     for other in (directory.name for directory in directories if directory.name != name):
         record = recorded(paths, other)
-        if record.get("argv") and server_processes.of_instance(paths, other):
+        if record.get("argv") and not _hides_gpus(record) and server_processes.of_instance(paths, other):
             flags = launch_checks.parallel_flags(launch_checks.flags_of_argv(record["argv"]))
             gpus[other] = launch_checks.gpus_used(record.get("gpus"), flags)
     return gpus

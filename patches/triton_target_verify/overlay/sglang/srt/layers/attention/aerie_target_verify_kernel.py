@@ -66,8 +66,8 @@ def choose_tile(capability: tuple[int, int], head_size: int, rows: int, item_siz
 
 def choose_splits(programs: int, multiprocessors: int, is_mla: bool) -> int:
     """Return among how many programs the keys of a request are split, where there are ``programs`` without."""
-    wanted = multiprocessors * PROGRAMS_PER_SM["mla" if is_mla else "heads"] // max(programs, 1)
-    return min(1 << (max(wanted, 1).bit_length() - 1), MOST_SPLITS)
+    splits = multiprocessors * PROGRAMS_PER_SM["mla" if is_mla else "heads"] // max(programs, 1)
+    return min(1 << (max(splits, 1).bit_length() - 1), MOST_SPLITS)
 
 
 @triton.jit

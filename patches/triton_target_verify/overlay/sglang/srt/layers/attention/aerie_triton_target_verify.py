@@ -26,6 +26,8 @@ CACHE_TYPES = (*QUERY_TYPES, torch.float8_e4m3fn, torch.float8_e5m2)
 TOLERANCES = {torch.bfloat16: 2e-2, torch.float16: 5e-3, torch.float32: 1e-3}
 """The largest difference that is rounding, by type, in parts of the largest value of the answer."""
 LOOK_SECONDS = 5.0
+QUIET_SECONDS = 60.0
+"""After a CUDA graph was captured: a copy from the GPU, from whichever thread, ends a capture."""
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +76,7 @@ def attend(
     k_buffer = backend.token_to_kv_pool.get_key_buffer(layer.layer_id)
     v_buffer = backend.token_to_kv_pool.get_value_buffer(layer.layer_id)
     queries = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
-    slots = drafted_slots(metadata, forward_batch, window)
+    slots = drafted_slots(backend.token_to_kv_pool, metadata, forward_batch, window)
     rows = drafted * (queries.shape[1] // k_buffer.shape[-2])
     tile = kernel.choose_tile(capability(queries.device), layer.qk_head_dim, rows, queries.element_size())
     reason = refusal(layer, queries, k_buffer, v_buffer, kv_indptr, slots, drafted, causal, score_mod)
@@ -120,12 +122,14 @@ def compare(layer: Any, out: torch.Tensor) -> None:
 # What it is for
 
 
-def drafted_slots(metadata: Any, forward_batch: Any, window: int) -> torch.Tensor | None:
+def drafted_slots(pool: Any, metadata: Any, forward_batch: Any, window: int) -> torch.Tensor | None:
     """Return where the cache has the drafted tokens of a layer; None where that can't be told."""
     if getattr(metadata, "out_cache_loc_full_physical", None) is not None:
         return None
-    own = getattr(metadata, "swa_out_cache_loc", None) if window > -1 else None
-    return forward_batch.out_cache_loc if own is None else own
+    # SWAKVPool keeps layers with a window elsewhere, by slots of their own.
+    if window > -1 and hasattr(pool, "translate_loc_from_full_to_swa"):
+        return getattr(metadata, "swa_out_cache_loc", None)
+    return forward_batch.out_cache_loc
 
 
 def refusal(
@@ -181,16 +185,20 @@ class Checks:
     def __init__(self) -> None:
         self.worst: dict[int, torch.Tensor] = {}
         self.tolerance = 0.0
+        self._quiet_until = 0.0
         self._thread: threading.Thread | None = None
 
     def note(self, layer: int, answer: torch.Tensor, expected: torch.Tensor) -> None:
         """Note the difference in parts of the largest expected value; a CUDA graph captures it."""
         self.tolerance = TOLERANCES[expected.dtype]
+        if expected.is_cuda and torch.cuda.is_current_stream_capturing():
+            self._quiet_until = time.monotonic() + QUIET_SECONDS
         difference = (answer.float() - expected.float()).abs().amax()
         share = torch.nan_to_num(difference / expected.float().abs().amax().clamp_min(1e-6), nan=float("inf"))
         worst = self.worst.setdefault(layer, torch.zeros_like(share))
         worst.copy_(torch.maximum(worst, share))
         if self._thread is None:
+            self._quiet_until = time.monotonic() + QUIET_SECONDS  # graphs are captured next
             self._thread = threading.Thread(target=self._watch, daemon=True, name="aerie-target-verify")
             self._thread.start()
 
@@ -201,6 +209,8 @@ class Checks:
         seen: dict[int, float] = {}
         while True:
             time.sleep(LOOK_SECONDS)
+            if time.monotonic() < self._quiet_until:
+                continue
             shares = self.read()
             if shares != seen:
                 seen = shares
