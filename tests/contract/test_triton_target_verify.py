@@ -21,6 +21,7 @@ pytestmark = pytest.mark.contract
 (SET,) = patch_sets.load(["triton_target_verify"])
 VERSIONS = [version for version in adopt_version.known_versions(patch_sets.PATCHES) if Version.parse(version) in SET.versions]
 BACKEND = "sglang/srt/layers/attention/triton_backend.py"
+MODES = "sglang/srt/model_executor/forward_batch_info.py"
 CLASS, METHOD = "TritonAttnBackend", "forward_extend"
 KERNEL_CALLS = ("self.extend_attention_fwd", "self._forward_extend_kernel")
 METADATA = ("max_extend_len", "custom_mask", "mask_indptr", "swa_out_cache_loc")
@@ -91,6 +92,15 @@ class TestSglang:
         fields = sources.unparsed(BACKEND, "ForwardMetadata")
         for name in METADATA:
             assert f"{name}:" in fields, name
+
+    def test_the_drafts_extend_has_as_many_tokens_for_each_request_and_lists_its_prefix_alone(self, sources: Sources) -> None:
+        mode = sources.unparsed(MODES, "ForwardMode")
+        assert "def is_target_verify" in mode
+        assert "def is_draft_extend_v2" in mode
+        text = sources.unparsed(BACKEND, CLASS)
+        assert len(re.findall(r"kv_lens = torch\.clamp\(seq_lens - extend_seq_lens, min=0\)", text)) == 1, "with graphs"
+        eager = r"_fill_kv_indptr_and_indices\((\w+\.kv_loc_plan, )?bs, forward_batch\.extend_prefix_lens,"
+        assert re.search(eager, text), "and without"
 
     def test_a_mask_has_a_row_of_prefix_and_drafted_tokens_for_each_drafted_token(self, sources: Sources) -> None:
         text = sources.unparsed(BACKEND, CLASS)

@@ -32,6 +32,10 @@ SIGNATURES = {
     torch.int64: "*i64",
     torch.bool: "*i1",
 }
+MULTIPROCESSORS = {90: 132, 120: 188}
+"""Of an H200 and an RTX PRO 6000. Source: NVIDIA's data sheets."""
+REQUESTS = (1, 8, 128)
+"""By which tiles and splits are chosen: one request, keys that are split, and keys that are not."""
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
 
@@ -97,9 +101,10 @@ def main() -> None:
         out = torch.zeros(2 * shape.drafted, shape.heads, shape.value_size, dtype=dtype)
         indptr, indices = torch.zeros(3, dtype=torch.int32), torch.zeros(8, dtype=torch.int64)
         rows = shape.drafted * shape.heads // shape.kv_heads
-        tile = kernel.choose_tile((capability // 10, capability % 10), shape.head_size, rows, queries.element_size())
+        gpu = kernel.Gpu((capability // 10, capability % 10), MULTIPROCESSORS[capability])
         compiler.resources.clear()
-        for splits in (1, 2) if tile else ():
+        choices = [kernel.choose(gpu, requests, shape.kv_heads, rows, shape.head_size, queries.element_size()) for requests in REQUESTS]
+        for tile, splits in {(tile, min(splits, 2)) for tile, splits in filter(None, choices)}:
             mask = torch.zeros(64, dtype=torch.bool)
             kernel.attend(
                 *(queries, out, keys, values, indptr, indices, indices, mask, indices, shape.drafted, 0.1, 1.0),

@@ -59,9 +59,20 @@ CASES: dict[str, dict[str, Any]] = {
     "float16": {"prefixes": [60, 5], "dtype": "float16", "splits": 2},
 }
 
+LEFT = {
+    "not causal": "not causal",
+    "a temperature by position": "temperature by position",
+    "no indices": "not listed",
+    "different numbers of tokens": "different numbers",
+    "pages of memory": "by pages",
+    "integers": "torch.int8",
+}
+"""What is left to SGLang's kernel, and a part of the reason that the log gives for it."""
+
 SHAPES: dict[str, dict[str, Any]] = {
     "Llama-8B, TP 1": {"heads": 32, "kv_heads": 8, "head_size": 128, "value_size": 128},
     "Llama-8B, six drafted": {"heads": 32, "kv_heads": 8, "head_size": 128, "value_size": 128, "drafted": 6},
+    "a draft of 40 heads": {"heads": 40, "kv_heads": 8, "head_size": 128, "value_size": 128},
     "Llama-8B, a tree of 16": {"heads": 32, "kv_heads": 8, "head_size": 128, "value_size": 128, "drafted": 16},
     "Kimi-K2.5, TP 8": {"heads": 8, "kv_heads": 1, "head_size": 576, "value_size": 512},
     "Kimi-K2.5, TP 8, FP8 cache": {"heads": 8, "kv_heads": 1, "head_size": 576, "value_size": 512, "cache_dtype": "fp8"},
@@ -86,10 +97,12 @@ FAULTS = {
     "the lengths are those of the request before": ("start = tl.load(kv_indptr + request)", "start = tl.load(kv_indptr)"),
     "drafted tokens are read from the wrong slots": ("drafted_slots + request * DRAFTED", "drafted_slots"),
     "a split's weight is forgotten": ("weight[:, None] * values", "values / splits"),
+    "splits that nobody wrote are merged": ("mask=every < used", "mask=every < splits"),
     "a window is one too wide": ("n[None, :] + WINDOW", "n[None, :] + WINDOW + 1"),
     "a value's scale is forgotten": ("acc * (v_scale / total)", "acc * (1.0 / total)"),
 }
 FAULT_CASES = {
+    "splits that nobody wrote are merged": "more splits than keys",
     "a window is one too wide": "a sliding window",
     "a value's scale is forgotten": "an FP8 cache with scales",
 }
@@ -135,3 +148,40 @@ def test_every_tile_fits_the_gpus_that_it_is_for(kernel_python, capability):
         for kernel in resources:
             assert kernel["shared"] <= SHARED_MEMORY[capability], (name, kernel)
             assert kernel["stack"] <= SPILLS.get((capability, name), 0), (name, kernel)
+
+
+@pytest.fixture(scope="module", params=["grouped", "extend", "check"])
+def hook(kernel_python: Path, request: pytest.FixtureRequest) -> tuple[str, dict[str, Any]]:
+    (result,) = run(kernel_python, "target_verify_hook.py", str(OVERLAY), request.param)
+    return request.param, result
+
+
+def test_verifications_and_the_drafts_extend_are_served_and_nothing_else(hook):
+    how, result = hook
+    for mode in ("TARGET_VERIFY", "DRAFT_EXTEND_V2"):
+        assert result[mode]["served"] == (how == "grouped")
+        assert not result[mode]["served"] or result[mode]["error"] < 1e-5
+    assert not result["EXTEND"]["served"]
+    assert not result["DECODE"]["served"]
+
+
+def test_what_the_kernel_can_not_serve_is_left_to_sglang_and_logged_once(hook):
+    how, result = hook
+    assert not any(result[name]["served"] for name in LEFT)
+    for reason in LEFT.values():
+        assert sum(reason in message for message in result["messages"]) == (how != "extend")
+
+
+def test_check_mode_compares_target_and_draft_and_sees_a_difference(hook):
+    how, result = hook
+    if how != "check":
+        assert result["worst"] == result["worst where the answers differ"] == {}
+        return
+    assert set(result["worst"]) == {"target layer 3", "draft layer 3"}
+    assert all(share < 1e-5 for share in result["worst"].values())
+    assert result["worst where the answers differ"]["target layer 3"] > 0.1
+
+
+def test_check_mode_passes_over_requests_that_pad_a_batch(hook):
+    how, result = hook
+    assert how != "check" or result["worst where a request pads the batch"]["target layer 3"] < 1e-5

@@ -84,11 +84,12 @@ class Verification:
         return torch.full((len(self.queries), self.heads, self.value_size), float("nan"), dtype=self.dtype, device=DEVICE)
 
     def tile_and_splits(self) -> tuple[kernel.Tile, int]:
+        properties = torch.cuda.get_device_properties(0)
+        gpu = kernel.Gpu((properties.major, properties.minor), properties.multi_processor_count)
         rows = self.drafted * self.heads // self.kv_heads
-        tile = kernel.choose_tile(torch.cuda.get_device_capability(), self.head_size, rows, self.queries.element_size())
-        programs = len(self.prefixes) * self.kv_heads * triton.cdiv(rows, tile.rows)
-        multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
-        return tile, kernel.choose_splits(programs, multiprocessors, self.is_mla)
+        choice = kernel.choose(gpu, len(self.prefixes), self.kv_heads, rows, self.head_size, self.queries.element_size())
+        assert choice is not None
+        return choice
 
     def ours(self, out: torch.Tensor) -> None:
         tile, splits = self.tile_and_splits()

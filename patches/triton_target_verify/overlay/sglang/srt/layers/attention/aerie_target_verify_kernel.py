@@ -32,47 +32,72 @@ class Tile(NamedTuple):
 
 # By measurement on an H200 (sm90), and for SM120, which was never run, by what fits there without
 # spilling: docs/measurements/target-verify.md. A block of SM120 has 101,376 bytes of shared memory.
+# Keys are by the most rows of a tile.
 MLA_TILES = {
     "sm90": {16: Tile(16, 64, 8, 2), 32: Tile(32, 64, 8, 2), 64: Tile(64, 64, 8, 2)},
-    "other": {16: Tile(16, 32, 4, 2), 32: Tile(32, 32, 8, 1)},
+    "other": {16: Tile(16, 32, 8, 2), 32: Tile(32, 32, 8, 1)},
 }
+SPLIT_MLA_TILES = {64: Tile(64, 32, 8, 2)}
+"""Those of an H200 that are faster where keys are split."""
 HEAD_TILES = {
-    64: {16: Tile(16, 64, 2, 2), 32: Tile(32, 64, 4, 2), 64: Tile(64, 64, 4, 2)},
-    128: {16: Tile(16, 64, 2, 2), 32: Tile(32, 64, 4, 2), 64: Tile(64, 64, 8, 2)},
-    256: {16: Tile(16, 32, 4, 2), 32: Tile(32, 32, 4, 2)},
+    "sm90": {
+        64: {16: Tile(16, 64, 2, 2), 32: Tile(32, 64, 4, 2), 64: Tile(64, 64, 4, 2)},
+        128: {16: Tile(16, 64, 2, 3), 32: Tile(32, 128, 4, 2), 64: Tile(64, 64, 8, 2)},
+        256: {16: Tile(16, 32, 4, 2), 32: Tile(32, 32, 4, 2)},
+    },
+    "other": {
+        64: {16: Tile(16, 64, 2, 2), 32: Tile(32, 64, 4, 2), 64: Tile(64, 64, 4, 2)},
+        128: {16: Tile(16, 64, 2, 2), 32: Tile(32, 64, 4, 2), 64: Tile(64, 64, 8, 2)},
+        256: {16: Tile(16, 32, 4, 2), 32: Tile(32, 32, 4, 2)},
+    },
 }
 PROGRAMS_PER_SM = {"mla": 1, "heads": 4}
 """How many programs a multiprocessor should have, of tiles that fill it (MLA) and of smaller ones."""
 
 
-def choose_tile(capability: tuple[int, int], head_size: int, rows: int, item_size: int) -> Tile | None:
-    """Return the tile for ``rows`` (drafted tokens times heads of a KV head) of queries of ``item_size`` bytes.
+class Gpu(NamedTuple):
+    """What a choice depends on: compute capability, and number of multiprocessors."""
 
-    None where none fits: float32 keys of MLA are too large for a GPU with less shared memory than an H200.
+    capability: tuple[int, int]
+    multiprocessors: int
+
+
+def choose(gpu: Gpu, requests: int, kv_heads: int, rows: int, head_size: int, item_size: int) -> tuple[Tile, int] | None:
+    """Return the tile, and among how many programs the keys of a request are split.
+
+    ``rows`` are drafted tokens times query heads of a KV head; ``item_size`` is the bytes of a query's number.
+    None where no tile fits: float32 keys of MLA are too large for a GPU with less shared memory than an H200.
     """
-    if item_size > 2 and head_size in LATENT and capability != (9, 0):
+    is_mla = head_size in LATENT
+    is_sm90 = gpu.capability == (9, 0)
+    if item_size > 2 and is_mla and not is_sm90:
         return None
-    if head_size in LATENT:
-        tiles = MLA_TILES["sm90" if capability == (9, 0) else "other"]
-    else:
-        padded = max(64, triton.next_power_of_2(head_size))
-        tiles = HEAD_TILES.get(padded, HEAD_TILES[256])
-    tile = next((tile for size, tile in tiles.items() if rows <= size), tiles[max(tiles)])
+    family = "sm90" if is_sm90 else "other"
+    padded = max(64, triton.next_power_of_2(head_size))
+    tiles = MLA_TILES[family] if is_mla else HEAD_TILES[family].get(padded, HEAD_TILES[family][256])
+    size = next((size for size in tiles if rows <= size), max(tiles))
+    if requests * kv_heads * triton.cdiv(rows, size) * MOST_SPLITS < gpu.multiprocessors:
+        size = max(size // 2, 16)  # else some multiprocessors would have nothing to do
+    programs = requests * kv_heads * triton.cdiv(rows, size)
+    splits = gpu.multiprocessors * PROGRAMS_PER_SM["mla" if is_mla else "heads"] // programs
+    splits = min(1 << (max(splits, 1).bit_length() - 1), MOST_SPLITS)
+    tile = tiles[size]
+    if is_mla and is_sm90 and splits > 1:
+        tile = SPLIT_MLA_TILES.get(size, tile)
     if item_size > 2:  # float32 takes twice the room
-        rows_of_tile = 16 if head_size in LATENT else min(tile.rows, 32)
-        tile = tile._replace(keys=max(tile.keys // 4, 16), stages=1, rows=rows_of_tile)
-    return tile
-
-
-def choose_splits(programs: int, multiprocessors: int, is_mla: bool) -> int:
-    """Return among how many programs the keys of a request are split, where there are ``programs`` without."""
-    splits = multiprocessors * PROGRAMS_PER_SM["mla" if is_mla else "heads"] // max(programs, 1)
-    return min(1 << (max(splits, 1).bit_length() - 1), MOST_SPLITS)
+        tile = Tile(16 if is_mla else min(tile.rows, 32), max(tile.keys // 4, 16), tile.warps, 1)
+    return tile, splits
 
 
 @triton.jit
 def _tanh(x):
     return 2 * tl.sigmoid(2 * x) - 1
+
+
+@triton.jit
+def _keys_of_a_split(keys, splits, BLOCK_N: tl.constexpr):
+    """Return how many keys each split has: whole tiles, so that the last splits of a short request have none."""
+    return tl.cdiv(tl.cdiv(keys, splits), BLOCK_N) * BLOCK_N
 
 
 @triton.jit
@@ -135,7 +160,7 @@ def _attend(
     start = tl.load(kv_indptr + request)
     prefix = tl.load(kv_indptr + request + 1) - start
     keys = prefix + DRAFTED
-    length = tl.cdiv(tl.cdiv(keys, splits), BLOCK_N) * BLOCK_N
+    length = _keys_of_a_split(keys, splits, BLOCK_N)
     begin = split * length
     end = tl.minimum(begin + length, keys)
 
@@ -205,7 +230,7 @@ def _attend(
         place = ((request * DRAFTED + token).to(tl.int64) * heads + head) * splits + split
         has_key = total > 0
         lse = tl.where(has_key, top + tl.log(tl.where(has_key, total, 1.0)), float("-inf"))
-        tl.store(Partial_Lse + place, lse, mask=is_row)
+        tl.store(Partial_Lse + place, lse, mask=is_row & (begin < keys))
         mean = acc / tl.where(has_key, total, 1.0)[:, None]
         tl.store(Partial + place[:, None] * Lv + dv[None, :], mean, mask=(is_row & has_key)[:, None] & in_dv[None, :])
     else:
@@ -222,11 +247,14 @@ def _merge(
     Partial_Lse,
     Out,
     Sinks,
+    kv_indptr,
     v_scale,
     heads,
     splits,
     stride_ot,
     stride_oh,
+    DRAFTED: tl.constexpr,
+    BLOCK_N: tl.constexpr,
     BLOCK_S: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK_DV: tl.constexpr,
@@ -236,20 +264,23 @@ def _merge(
     token = tl.program_id(0)
     head = tl.program_id(1)
     dv = tl.arange(0, BLOCK_DV)
+    request = token // DRAFTED
+    keys = tl.load(kv_indptr + request + 1) - tl.load(kv_indptr + request) + DRAFTED
+    used = tl.cdiv(keys, _keys_of_a_split(keys, splits, BLOCK_N))
     place = (token.to(tl.int64) * heads + head) * splits
     every = tl.arange(0, BLOCK_S)
-    lse = tl.load(Partial_Lse + place + every, mask=every < splits, other=float("-inf"))
+    lse = tl.load(Partial_Lse + place + every, mask=every < used, other=float("-inf"))
     top = tl.max(lse, 0)
     total = tl.sum(tl.exp(lse - top), 0)
     if HAS_SINK:
         total += tl.exp(tl.load(Sinks + head).to(tl.float32) - top)
     acc = tl.zeros([BLOCK_DV], tl.float32)
-    for first in range(0, splits, CHUNK):
+    for first in range(0, used, CHUNK):
         some = first + tl.arange(0, CHUNK)
-        weight = tl.exp(tl.load(Partial_Lse + place + some, mask=some < splits, other=float("-inf")) - top)
+        weight = tl.exp(tl.load(Partial_Lse + place + some, mask=some < used, other=float("-inf")) - top)
         values = tl.load(
             Partial + (place + some)[:, None] * Lv + dv[None, :],
-            mask=(weight > 0)[:, None] & (dv < Lv)[None, :],  # a split without keys wrote none
+            mask=(weight > 0)[:, None] & (dv < Lv)[None, :],  # a split of which a token sees no key wrote none
             other=0.0,
         )
         acc += tl.sum(weight[:, None] * values, 0)
@@ -346,11 +377,14 @@ def attend(
             partial_lse,
             out,
             sinks,
+            kv_indptr,
             v_scale,
             heads,
             splits,
             out.stride(0),
             out.stride(1),
+            DRAFTED=drafted,
+            BLOCK_N=tile.keys,
             BLOCK_S=triton.next_power_of_2(splits),
             CHUNK=min(8, triton.next_power_of_2(splits)),
             BLOCK_DV=triton.next_power_of_2(value_size),

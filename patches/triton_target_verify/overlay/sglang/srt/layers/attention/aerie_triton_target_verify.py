@@ -1,6 +1,6 @@
-"""Gives target verifications of the triton backend an attention kernel of their own.
+"""Gives target verifications of the triton backend, and the draft's extend after each, a kernel of their own.
 
-Made by Aerie (patch set triton_target_verify). SGLang runs them through the kernel for prefills, which goes
+Made by Aerie (patch set triton_target_verify). SGLang runs both through the kernel for prefills, which goes
 serially over the prefix once for each query head; aerie_target_verify_kernel.py reads it as a decode does.
 AERIE_TARGET_VERIFY chooses: ``grouped`` (also where it is not set), ``extend`` or ``0`` (SGLang's own), or
 ``check`` (both: SGLang's answer is used, and the server ends where the two differ by more than rounding).
@@ -16,7 +16,6 @@ import time
 from typing import Any
 
 import torch
-import triton
 from sglang.srt.layers.attention import aerie_target_verify_kernel as kernel
 
 VARIABLE = "AERIE_TARGET_VERIFY"
@@ -44,8 +43,8 @@ def how() -> str:
 
 HOW = how()
 reported: set[str] = set()
-pending: dict[int, torch.Tensor] = {}
-"""In check mode, by layer, the kernel's answer of the verification that SGLang's kernel computes next."""
+pending: list[tuple[str, torch.Tensor, torch.Tensor]] = []
+"""In check mode, of what SGLang's kernel computes next: the layer's name, our answer, and slots (requests, drafted)."""
 
 
 # For hooks
@@ -68,8 +67,8 @@ def attend(
     v_scale: float,
     score_mod: Any = None,
 ) -> bool:
-    """Attend for a target verification and return True, or return False where SGLang's kernel is to run."""
-    if HOW == EXTEND or not forward_batch.forward_mode.is_target_verify():
+    """Attend for a verification or the draft's extend after it, and return True; return False for SGLang's kernel."""
+    if HOW == EXTEND or not is_served(forward_batch.forward_mode):
         return False
     metadata = backend.forward_metadata
     drafted = int(metadata.max_extend_len)
@@ -78,17 +77,18 @@ def attend(
     queries = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
     slots = drafted_slots(backend.token_to_kv_pool, metadata, forward_batch, window)
     rows = drafted * (queries.shape[1] // k_buffer.shape[-2])
-    tile = kernel.choose_tile(capability(queries.device), layer.qk_head_dim, rows, queries.element_size())
-    reason = refusal(layer, queries, k_buffer, v_buffer, kv_indptr, slots, drafted, causal, score_mod)
-    if reason is not None or tile is None or slots is None:
-        report(layer, reason or "its keys are too large for this GPU's shared memory")
+    requests = queries.shape[0] // drafted
+    choice = kernel.choose(gpu(queries.device), requests, k_buffer.shape[-2], rows, layer.qk_head_dim, queries.element_size())
+    reason = refusal(layer, queries, k_buffer, v_buffer, kv_indptr, kv_indices, slots, drafted, causal, score_mod)
+    name = f"{'target' if forward_batch.forward_mode.is_target_verify() else 'draft'} layer {layer.layer_id}"
+    if reason is not None or choice is None or slots is None:
+        report(name, reason or "its keys are too large for this GPU's shared memory")
         return False
     answer = out.view(-1, layer.tp_q_head_num, layer.v_head_dim)
     if HOW == CHECK:
         answer = torch.empty_like(answer)
-        pending[layer.layer_id] = answer
-    is_mla = layer.qk_head_dim in kernel.LATENT
-    programs = queries.shape[0] // drafted * k_buffer.shape[1] * triton.cdiv(rows, tile.rows)
+        pending.append((name, answer, slots.view(-1, drafted)))
+    tile, splits = choice
     kernel.attend(
         queries,
         answer,
@@ -107,19 +107,24 @@ def attend(
         window_offsets,
         sinks,
         tile=tile,
-        splits=kernel.choose_splits(programs, multiprocessors(queries.device), is_mla),
+        splits=splits,
     )
     return HOW == GROUPED
 
 
-def compare(layer: Any, out: torch.Tensor) -> None:
+def compare(out: torch.Tensor) -> None:
     """Compare, in check mode, SGLang's answer with the kernel's. Nothing waits: a thread looks at the results."""
-    answer = pending.pop(layer.layer_id, None)
-    if answer is not None:
-        checks.note(layer.layer_id, answer, out.view_as(answer))
+    if pending:
+        name, answer, slots = pending.pop()
+        checks.note(name, answer, out.view_as(answer), slots)
 
 
 # What it is for
+
+
+def is_served(mode: Any) -> bool:
+    """Return whether a forward mode has as many tokens for each request: what was drafted, or what the draft takes in after it."""
+    return bool(mode.is_target_verify() or mode.is_draft_extend_v2())
 
 
 def drafted_slots(pool: Any, metadata: Any, forward_batch: Any, window: int) -> torch.Tensor | None:
@@ -138,6 +143,7 @@ def refusal(
     k_buffer: torch.Tensor,
     v_buffer: torch.Tensor,
     kv_indptr: torch.Tensor,
+    kv_indices: torch.Tensor | None,
     slots: torch.Tensor | None,
     drafted: int,
     causal: bool,
@@ -153,6 +159,8 @@ def refusal(
         return "its cache shares memory by pages"
     if not 0 < drafted <= kernel.MOST_DRAFTED:
         return f"{drafted} tokens are drafted, and {kernel.MOST_DRAFTED} are the most"
+    if kv_indices is None:
+        return "the keys in its window are not listed"
     if queries.shape[0] != requests * drafted or slots.shape[0] != queries.shape[0]:
         return "requests have different numbers of drafted tokens"
     if queries.dtype not in QUERY_TYPES or k_buffer.dtype not in CACHE_TYPES or v_buffer.dtype != k_buffer.dtype:
@@ -164,37 +172,43 @@ def refusal(
     return None
 
 
-def report(layer: Any, reason: str) -> None:
+def report(name: str, reason: str) -> None:
     """Log once that layers with this reason are left to SGLang."""
     if reason not in reported:
         reported.add(reason)
-        logger.warning("target verification of layer %s and those alike runs on SGLang's extend kernel: %s", layer.layer_id, reason)
+        logger.warning("target verification: %s and those alike run on SGLang's extend kernel: %s", name, reason)
 
 
-def capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
-
-
-def multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+def gpu(device: torch.device) -> kernel.Gpu:
+    if device.type != "cuda":
+        return kernel.Gpu((0, 0), 1)
+    properties = torch.cuda.get_device_properties(device)
+    return kernel.Gpu((properties.major, properties.minor), properties.multi_processor_count)
 
 
 class Checks:
     """The largest difference of each layer, on the GPU, and a thread that reads them now and then."""
 
     def __init__(self) -> None:
-        self.worst: dict[int, torch.Tensor] = {}
+        self.worst: dict[str, torch.Tensor] = {}
         self.tolerance = 0.0
         self._quiet_until = 0.0
         self._thread: threading.Thread | None = None
 
-    def note(self, layer: int, answer: torch.Tensor, expected: torch.Tensor) -> None:
-        """Note the difference in parts of the largest expected value; a CUDA graph captures it."""
+    def note(self, layer: str, answer: torch.Tensor, expected: torch.Tensor, slots: torch.Tensor) -> None:
+        """Note the difference in parts of the largest expected value; a CUDA graph captures it.
+
+        The tokens of a request that pads a graph's batch, and of those that warm up a capture, share one slot of the
+        cache (out_cache_loc is 0, or 1, in eagle_draft_extend_cuda_graph_runner.py), so that there is one key for
+        all of them. Nobody reads their answers.
+        """
         self.tolerance = TOLERANCES[expected.dtype]
         if expected.is_cuda and torch.cuda.is_current_stream_capturing():
             self._quiet_until = time.monotonic() + QUIET_SECONDS
-        difference = (answer.float() - expected.float()).abs().amax()
-        share = torch.nan_to_num(difference / expected.float().abs().amax().clamp_min(1e-6), nan=float("inf"))
+        is_padding = (slots[:, 1:] == slots[:, :1]).any(1).repeat_interleave(slots.shape[1])[:, None, None]
+        expected = expected.float().masked_fill(is_padding, 0.0)
+        difference = (answer.float().masked_fill(is_padding, 0.0) - expected).abs().amax()
+        share = torch.nan_to_num(difference / expected.abs().amax().clamp_min(1e-6), nan=float("inf"))
         worst = self.worst.setdefault(layer, torch.zeros_like(share))
         worst.copy_(torch.maximum(worst, share))
         if self._thread is None:
@@ -202,11 +216,11 @@ class Checks:
             self._thread = threading.Thread(target=self._watch, daemon=True, name="aerie-target-verify")
             self._thread.start()
 
-    def read(self) -> dict[int, float]:
+    def read(self) -> dict[str, float]:
         return {layer: float(worst) for layer, worst in list(self.worst.items())}
 
     def _watch(self) -> None:
-        seen: dict[int, float] = {}
+        seen: dict[str, float] = {}
         while True:
             time.sleep(LOOK_SECONDS)
             if time.monotonic() < self._quiet_until:
@@ -214,14 +228,14 @@ class Checks:
             shares = self.read()
             if shares != seen:
                 seen = shares
-                layer = max(shares, key=lambda number: shares[number])
+                layer = max(shares, key=lambda name: shares[name])
                 logger.info(
-                    "target verification, check: layers differ by %s at most, layer %s most",
+                    "target verification, check: layers differ by %s at most, %s most",
                     f"{shares[layer]:.2e}",
                     layer,
                 )
                 if not shares[layer] <= self.tolerance:
-                    logger.error("target verification, check: layer %s differs by %s: ending", layer, shares[layer])
+                    logger.error("target verification, check: %s differs by %s: ending", layer, shares[layer])
                     os.kill(os.getpid(), signal.SIGTERM)
 
 
