@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 
 import pytest
@@ -25,6 +26,7 @@ RELAY = SRT + "managers/overlap_utils.py"
 RESULT = SRT + "managers/utils.py"
 RUNNER = SRT + "model_executor/runner/decode_cuda_graph_runner.py"
 FORWARD_BATCH = SRT + "model_executor/forward_batch_info.py"
+SAMPLING = SRT + "sampling/sampling_batch_info.py"
 (SET,) = patch_sets.load([NAME])
 VERSIONS = [version for version in adopt_version.known_versions(patch_sets.PATCHES) if Version.parse(version) in SET.versions]
 
@@ -121,7 +123,120 @@ def test_the_schedulers_barrier_asks_the_drafts_runner(sources):
         else ("last_shared_read_runner", "shared_read_done_event")
     )
     assert "draft_runner" in ast.unparse(sources.find(WORKER, "EAGLEWorkerV2", name))
-    assert event in ast.unparse(sources.find(SRT + "managers/scheduler.py", "Scheduler", "_apply_war_barrier"))
+    scheduler = SRT + "managers/scheduler.py"
+    barrier = sources.unparsed(scheduler, "Scheduler", "_apply_war_barrier")
+    assert event in barrier
+    assert "wait_stream(self.forward_stream)" in barrier, "where there is no event"
+    runner = sources.unparsed(SRT + "model_executor/model_runner.py", "ModelRunner")
+    assert f"self.{event}: " in runner
+
+
+OVERLAY = adopt_version.PROJECT / "patches" / NAME / "overlay" / SRT / "speculative"
+
+
+def constant(module: str, name: str) -> ast.expr:
+    """Return the value of a constant of the overlay."""
+    for node in ast.parse((OVERLAY / f"{module}.py").read_text()).body:
+        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+            target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+            if ast.unparse(target) == name:
+                return node.value
+    raise AssertionError(name)
+
+
+BUFFERS = {
+    "triton_backend.py": ("TritonAttnBackend", {"attn_logits", "attn_lse", "kv_indices"}),
+    "flashinfer_backend.py": ("FlashInferAttnBackend", {"kv_indices", "custom_mask"}),
+    "flashinfer_mla_backend.py": ("FlashInferMLAAttnBackend", {"kv_indices"}),
+}
+
+
+def test_an_attention_backend_makes_its_large_buffers_of_zeros_before_anything_is_captured(sources):
+    names = set(ast.literal_eval(constant("aerie_dynamic_decode", "LARGE_BUFFERS")))
+    has_masks = sources.version >= Version.parse("0.5.17")
+    for file, (kind, expected) in BUFFERS.items():
+        made = sources.find(SRT + "layers/attention/" + file, kind, "init_cuda_graph_state")
+        assert isinstance(made, ast.FunctionDef)
+        assert [one.arg for one in made.args.args][:3] == ["self", "max_bs", "max_num_tokens"]
+        source = ast.unparse(made)
+        of_zeros = set(re.findall(r"cuda_graph_(\w+) = torch\.zeros\(.*device=", source))
+        assert expected <= of_zeros, file
+        assert {f"cuda_graph_{name}" for name in expected} <= names
+        if file.startswith("triton"):
+            assert ("custom_mask" in of_zeros) is not has_masks
+            assert ("self._verify_mask = maybe_create_verify_mask(" in source) is has_masks
+    if has_masks:
+        masks = SRT + "layers/attention/verify_mask.py"
+        assert "buffer=torch.zeros(" in ast.unparse(sources.find(masks, "maybe_create_verify_mask"))
+        assert "buffer" in fields(sources.find(masks, "VerifyMask"))
+    init = calls(sources.find(RUNNER, "DecodeCudaGraphRunner", "__init__"))
+    assert init.index("self.attn_backend.init_cuda_graph_state") < init.index("self.capture")
+    assert "self.plan_stream, " in sources.unparsed(WORKER, "EAGLEWorkerV2", "__init__")
+
+
+def test_tritons_replays_write_the_indices_that_they_read(sources):
+    backend = SRT + "layers/attention/triton_backend.py"
+    replayed = sources.unparsed(backend, "TritonAttnBackend", "_apply_cuda_graph_metadata")
+    for function in ("_update_decode_kv_buffers", "_update_target_verify_buffers"):
+        assert f"self.{function}(" in replayed
+        written = sources.unparsed(backend, "TritonAttnBackend", function)
+        assert "self.cuda_graph_kv_indices" in written
+
+
+def test_ranks_have_to_be_given_the_tokens_that_are_sampled_without_a_grammar(sources):
+    sampler = SRT + "layers/sampler.py"
+    synced = sources.unparsed(sampler, "Sampler", "_sync_token_ids_across_tp")
+    assert "if SYNC_TOKEN_IDS_ACROSS_TP or sampling_info.grammars:" in synced
+    assert "torch.distributed.all_reduce" in synced
+    assert "tp_group.broadcast(predict, src=0)" in sources.text(SRT + "speculative/eagle_utils.py")
+    assert {"is_all_greedy", "grammars"} <= fields(sources.find(SAMPLING, "SamplingBatchInfo"))
+    for function, value in (("broadcast", "input_"), ("broadcast_object", "obj")):
+        taken = sources.parameters(
+            SRT + "distributed/parallel_state.py",
+            "GroupCoordinator",
+            function,
+        )
+        assert taken == ["self", value, "src"]
+
+
+def test_a_seed_is_looked_at_with_deterministic_inference_alone(sources):
+    """So that nothing is left of it where that is refused."""
+    made = sources.unparsed(SAMPLING, "SamplingBatchInfo", "from_schedule_batch")
+    assert "non_blocking=True) if enable_deterministic else None" in made
+    assert re.search(r"enable_deterministic = .*\.enable_deterministic_inference\n", made)
+
+
+SINCE = {
+    "dcp_size": "0.5.15",
+    "enable_unified_memory": "0.5.15",
+    "enable_flexkv": "0.5.16",
+    "enable_unified_cache_external_linker": "0.5.20",
+}
+"""Arguments that not all releases have."""
+
+
+def test_what_is_refused_is_an_argument_with_the_default_that_is_let_through(sources):
+    refused = constant("aerie_dynamic_control", "REFUSED")
+    assert isinstance(refused, ast.Tuple)
+    expected = {}
+    for row in refused.elts:
+        assert isinstance(row, ast.Tuple)
+        name, default = (ast.literal_eval(one) for one in row.elts[:2])
+        if sources.version >= Version.parse(SINCE.get(name, "0.5.14")):
+            expected[name] = default
+    of_groups = re.compile(SRT + r"(server_args|arg_groups/fields/\w+)\.py")
+    defaults = {}
+    for file in filter(of_groups.fullmatch, sources.release.archive.namelist()):
+        for node in ast.walk(ast.parse(sources.text(file))):
+            if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) in expected:
+                assert node.value is not None
+                defaults[ast.unparse(node.target)] = ast.literal_eval(node.value)
+    assert defaults == expected
+
+
+def test_there_are_the_two_kinds_of_kv_pools_that_are_let_through(sources):
+    for name in ast.literal_eval(constant("aerie_dynamic_decode", "POOLS")):
+        sources.find(SRT + "mem_cache/memory_pool.py", name)
 
 
 def test_a_draft_makes_k_and_v_of_its_embedding_and_the_targets_hidden_states_alone(sources):
@@ -213,10 +328,9 @@ LOOKED_UP = {("req", "kv"), ("future_map", "_publish_fresh"), ("batch", "capture
 
 
 def test_what_is_read_of_sglangs_objects_is_there(sources):
-    overlay = adopt_version.PROJECT / "patches" / NAME / "overlay" / SRT / "speculative"
     read = {
         (one.value.id, one.attr)
-        for path in overlay.glob("aerie_dynamic_*.py")
+        for path in OVERLAY.glob("aerie_dynamic_*.py")
         for one in ast.walk(ast.parse(path.read_text()))
         if isinstance(one, ast.Attribute) and isinstance(one.value, ast.Name) and one.value.id in OWN
     }
@@ -244,11 +358,8 @@ def test_a_plain_steps_batch_is_given_back_and_kept_as_sglang_gives_back_and_kee
     assert "self.batch_record_buf[self.batch_record_ct] = [batch, attr_snapshot]" in record
     assert "self.batch_record_buf = [None] * 2" in ast.unparse(sources.find(scheduler, "Scheduler"))
 
-    overlay = (adopt_version.PROJECT / "patches" / NAME / "overlay" / SRT / "speculative/aerie_dynamic_decode.py").read_text()
-    tree = ast.parse(overlay)
-    (changed,) = (
-        ast.literal_eval(one.value) for one in tree.body if isinstance(one, ast.Assign) and ast.unparse(one.targets[0]) == "CHANGED"
-    )
+    changed = ast.literal_eval(constant("aerie_dynamic_decode", "CHANGED"))
+    tree = ast.parse((OVERLAY / "aerie_dynamic_decode.py").read_text())
     (owner,) = (one for one in tree.body if isinstance(one, ast.ClassDef) and one.name == "DynamicDecode")
     (decode,) = (one for one in owner.body if isinstance(one, ast.FunctionDef) and one.name == "decode")
     targets = {

@@ -40,7 +40,7 @@ class Cache:
 def decode(table: torch.Tensor) -> DynamicDecode:
     """Return what prepares steps, without a worker: it always decodes plainly."""
     made = DynamicDecode.__new__(DynamicDecode)
-    made.table, made.width, made.most_ahead, made.may_evict = table, WIDTH, 28, True
+    made.table, made.width, made.most_ahead, made.is_copied = table, WIDTH, 28, False
     made.first_slots = torch.arange(2 * WIDTH)
     made.running, made.verify_sizes, made.reserved, made.spared = 0, [], 0, 0
     made.was_plain, made.was_prefill, made.is_next_plain = True, False, None

@@ -125,6 +125,12 @@ def test_prompts_own_the_slots_of_their_first_steps_and_no_slot_is_lost_or_has_t
     assert said and int(said[3]) > 500 and int(said[4]) < int(said[5]), printed
 
 
+def test_plain_steps_borrow_buffers_have_rank_0s_tokens_and_refuse_other_pools(host: Host) -> None:
+    printed = in_release(host, "dynamic_guards.py")
+    said = re.fullmatch(r"(\d+) bytes lent, (\d+) kinds of KV pool refused\s*", printed)
+    assert said and int(said[1]) > 10_000_000 and int(said[2]) >= 14, printed
+
+
 def test_prefills_are_planned_with_lengths_of_the_host_that_are_those_of_the_gpu(host: Host) -> None:
     printed = in_release(host, "prefill_plan.py")
     said = re.fullmatch(r"(\d+) plans with lengths of the host, (\d+) cases left alone\s*", printed)

@@ -83,6 +83,36 @@ REFUSALS = [
 ]
 
 
+OF_THE_SERVER = [
+    ({"dcp_size": 2}, "context parallelism: leave out --dcp-size"),
+    ({"attn_cp_size": 8}, "context parallelism: leave out --attn-cp-size"),
+    ({"moe_a2a_backend": "deepep"}, "in each step: leave out --moe-a2a-backend"),
+    ({"moe_dense_tp_size": 1}, "in each step: leave out --moe-dense-tp-size"),
+    ({"enable_deterministic_inference": True}, "not reproducible: leave out --enable-determ"),
+    ({"enable_unified_memory": True}, "virtual slots: leave out --enable-unified-memory"),
+    ({"enable_hisparse": True}, "sparse attention: leave out --enable-hisparse"),
+    ({"speculative_draft_window_size": 512}, "leave out --speculative-draft-window-size"),
+    ({"enable_lmcache": True}, "copies K/V elsewhere: leave out --enable-lmcache"),
+    ({"enable_flexkv": True}, "copies K/V elsewhere: leave out --enable-flexkv"),
+    ({"enable_unified_cache_external_linker": True}, "elsewhere: leave out --enable-unified-cache"),
+    ({"radix_cache_backend": "mine"}, "not SGLang's own: leave out --radix-cache-backend"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), OF_THE_SERVER)
+def test_what_plain_steps_were_not_made_for_is_refused_by_the_server(control, changes, message):
+    with pytest.raises(ValueError, match=message) as raised:
+        control.check_server_args(arguments(**changes))
+    assert len(str(raised.value).splitlines()) == 1
+
+
+def test_all_that_the_server_refuses_has_a_test_and_a_default_that_is_not_refused(control):
+    tested = [name for changes, _ in OF_THE_SERVER for name in changes]
+    assert [name for name, _, _ in control.REFUSED] == tested
+    defaults = {name: default for name, default, _ in control.REFUSED}
+    control.check_server_args(arguments(**defaults))
+
+
 @pytest.mark.parametrize(("changes", "message"), REFUSALS)
 def test_what_it_can_not_be_had_with_is_refused_at_start_by_server_and_launch_checks_alike(control, changes, message):
     with pytest.raises(ValueError, match=message) as raised:
@@ -189,21 +219,39 @@ def test_other_requests_are_the_schedulers_and_ours_are_refused_where_it_is_off(
     assert "was started without --speculative-dynamic-disable-threshold" in caplog.text
 
 
-def test_ranks_apply_the_plan_of_rank_0(control, monkeypatch):
-    group = types.SimpleNamespace(world_size=2)
+def two_ranks(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
+    """Return the group of two ranks that a process, rank 0, is in: it keeps what is sent."""
+    group = types.SimpleNamespace(world_size=2, rank_in_group=0, sent=[])
+    group.broadcast_object = lambda value, _source: group.sent.append(value) or value
     monkeypatch.setitem(sys.modules, "sglang.srt.distributed", types.SimpleNamespace(get_tp_group=lambda: group))
-    sent: list[Any] = []
-    group.rank_in_group, group.broadcast_object = 0, lambda plan, _source: sent.append(plan) or plan
+    return group
+
+
+def test_ranks_apply_the_plan_of_rank_0(control, monkeypatch):
+    group = two_ranks(monkeypatch)
     first = started(control)
+    group.sent.clear()
     first.update({"adapt": True})
     for _ in range(130):
         first.decide(8)
-    assert sent == [{"high": 32, "low": 28, "probe": 0}] * 3
-    group.rank_in_group, group.broadcast_object = 1, lambda plan, _source: {"high": 5, "low": 4, "probe": 0} if plan is None else None
+    assert group.sent == [{"high": 32, "low": 28, "probe": 0}] * 3
     second = started(control)
+    group.rank_in_group = second.rank = 1
+    of_rank_0 = {"high": 5, "low": 4, "probe": 0}
+    group.broadcast_object = lambda plan, _source: of_rank_0 if plan is None else None
     second.update({"adapt": True})
     assert second.decide(8) is True
     assert second.policy.settings.high == 5
+
+
+def test_ranks_start_with_the_settings_of_rank_0(control, monkeypatch):
+    group = two_ranks(monkeypatch)
+    first = started(control, speculative_dynamic_disable_threshold="8").policy.settings
+    assert group.sent == [first]
+    group.rank_in_group = 1
+    group.broadcast_object = lambda _own, source: [first][source]
+    monkeypatch.setenv("AERIE_DYNAMIC_SETTINGS", '{"low": 1, "min_dwell_steps": 3}')
+    assert started(control, speculative_dynamic_disable_threshold="20").policy.settings == first
 
 
 # Log and metrics

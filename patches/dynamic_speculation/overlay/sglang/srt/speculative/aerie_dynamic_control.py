@@ -34,6 +34,27 @@ HELP = (
 LOG_SECONDS = 1.0
 FEW = 1e-9  # requests
 ALLOCATED, COMMITTED = "kv_allocated_len", "kv_committed_len"
+_ELSEWHERE = "was not tried with a cache, but the hierarchical one, that copies K/V elsewhere"
+_EXCHANGES = "was not tried where ranks exchange their numbers of tokens in each step"
+REFUSED: tuple[tuple[str, Any, str], ...] = (
+    ("dcp_size", 1, "was not tried with context parallelism"),
+    ("attn_cp_size", 1, "was not tried with context parallelism"),
+    ("moe_a2a_backend", "none", _EXCHANGES),
+    ("moe_dense_tp_size", None, _EXCHANGES),
+    (
+        "enable_deterministic_inference",
+        False,
+        "draws from a seed in two ways, by load, so that its tokens are not reproducible",
+    ),
+    ("enable_unified_memory", False, "was not tried with a KV pool of virtual slots"),
+    ("enable_hisparse", False, "was not tried with hierarchical sparse attention"),
+    ("speculative_draft_window_size", None, "was not tried with a draft that attends to a window"),
+    ("enable_lmcache", False, _ELSEWHERE),
+    ("enable_flexkv", False, _ELSEWHERE),
+    ("enable_unified_cache_external_linker", False, _ELSEWHERE),
+    ("radix_cache_backend", None, "was not tried with a prefix cache that is not SGLang's own"),
+)
+"""Arguments that must have their default, which this is, and why. Not all versions have all."""
 
 _control: Control | None = None
 _collector: Any = None
@@ -94,7 +115,10 @@ def _calibrated() -> Settings:
 
 
 def problems(args: Any) -> Iterator[str]:
-    """Yield why dynamic speculation can't be had with the server's arguments, with the cure. The launch checks on hosts say the same."""
+    """Yield why dynamic speculation can't be had with the server's arguments, with the cure.
+
+    The launch checks on hosts say the same of most; what is in REFUSED is the server's alone.
+    """
 
     def get(name: str, default: Any = None) -> Any:
         value = getattr(args, name, None)
@@ -121,6 +145,10 @@ def problems(args: Any) -> Iterator[str]:
         yield f"{FLAG} was not tried with two batches overlapped: leave out --enable-two-batch-overlap"
     if str(get("disaggregation_mode", "null")) != "null" or get("enable_pdmux", False):
         yield f"{FLAG} was not tried with prefill and decode apart: leave out --disaggregation-mode and --enable-pdmux"
+    for name, default, why in REFUSED:
+        value = get(name, default)
+        if value != default:
+            yield f"{FLAG} {why}: leave out --{name.replace('_', '-')} (is {value})"
     try:
         wanted = threshold(args)
         settings(args)
@@ -315,6 +343,8 @@ def start(worker: Any) -> Control | None:
 
     group = get_tp_group()
     rank = group.rank_in_group
+    if group.world_size > 1:  # a calibration or variable may be another one on another node
+        wanted = group.broadcast_object(wanted, 0)
     _control = Control(Policy(wanted), rank, group.world_size)
     if _collector is not None:
         add_metrics(_collector)

@@ -27,6 +27,7 @@ import torch
 from sglang.srt.speculative import aerie_dynamic_control
 from sglang.srt.speculative.aerie_dynamic_control import ALLOCATED, COMMITTED, holder
 from sglang.srt.speculative.aerie_dynamic_draft import FLUSH_AT, Backlog, Prompts, Step, Writer
+from torch.overrides import TorchFunctionMode
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +37,7 @@ CATCH_UPS = ("exact", "extend", "none")
 CAPTURE = "AERIE_DYNAMIC_CAPTURE"
 DRAFT = "LlamaForCausalLMEagle3"
 POOLS = ("MHATokenToKVPool", "MLATokenToKVPool")
+"""Not what is derived from them: other layouts, quantized, virtual or sparse."""
 UNKNOWN = -(1 << 40)
 """A length that the host does not know: with one of these, a sum of lengths is negative."""
 GIVES_UP = 0.25
@@ -45,6 +47,16 @@ SPARE = 2
 BACKEND_NAMES = ("prefill_attention_backend_str", "decode_attention_backend_str")
 CHANGED = ("input_ids", "out_cache_loc", "seq_lens", "seq_lens_cpu", "seq_lens_sum", "spec_info", "forward_mode", "sampling_info")
 """What a plain step changes in its batch."""
+LARGE_BUFFERS = (
+    "cuda_graph_attn_logits",
+    "cuda_graph_attn_lse",
+    "cuda_graph_kv_indices",
+    "cuda_graph_custom_mask",
+    "_verify_mask",  # triton's mask from 0.5.17
+)
+"""Of attention backends: each replay writes them before it reads them."""
+LENT_FROM = 1 << 20
+"""Bytes from which a buffer is lent. Smaller ones would save nothing, and may have to be zero."""
 READ_DONE = ("shared_read_done_event", "war_fastpath_read_done_event")  # from 0.5.18, and up to 0.5.17
 
 live: DynamicDecode | None = None
@@ -165,8 +177,12 @@ def problems(worker: Any) -> Iterator[str]:
             yield f"{flag} was not tried with a draft that has mRoPE: use a text model, or {without}"
     target = worker.target_worker.model_runner
     for which, pool in (("target", target.token_to_kv_pool), ("draft", draft.token_to_kv_pool)):
-        if not any(one.__name__ in POOLS for one in type(pool).__mro__):
-            yield f"{flag} was not tried with the {which}'s {type(pool).__name__}: use a model with one plain KV pool, or {without}"
+        if type(pool).__name__ not in POOLS:
+            yield (
+                f"{flag} was not tried with the {which}'s KV pool {type(pool).__name__}: "
+                f"use a model and arguments (such as --kv-cache-dtype) that give "
+                f"{' or '.join(POOLS)}, or {without}"
+            )
     if any(one.__name__ == "HybridReqToTokenPool" for one in type(target.req_to_token_pool).__mro__):
         yield f"{flag} was not tried with a target that keeps states besides its KV cache: use another target, or {without}"
     if catch_up() not in CATCH_UPS:
@@ -250,6 +266,47 @@ class PlainIsolation:
             setattr(self.batch, name, value)
 
 
+class Lent(TorchFunctionMode):
+    """Inside, ``torch.zeros`` gives the front of a buffer that exists, where one fits.
+
+    Each is lent once, as it is: what is in it is not zero.
+    """
+
+    def __init__(self, buffers: list[torch.Tensor]) -> None:
+        super().__init__()
+        self.buffers, self.bytes = buffers, 0
+
+    def __torch_function__(self, function: Any, _: Any, args: Any = (), named: Any = None) -> Any:
+        kwargs = named or {}
+        if function is torch.zeros and "device" in kwargs:
+            wanted = function(*args, **{**kwargs, "device": "meta"})
+            device = torch.device(kwargs["device"])
+            for place, buffer in enumerate(self.buffers):
+                there = buffer.device
+                is_there = there.type == device.type and device.index in (None, there.index)
+                is_alike = is_there and buffer.dtype == wanted.dtype
+                if is_alike and LENT_FROM <= wanted.nbytes <= buffer.nbytes:
+                    del self.buffers[place]
+                    self.bytes += wanted.nbytes
+                    return buffer.view(-1)[: wanted.numel()].view(wanted.shape)
+        return function(*args, **kwargs)
+
+
+def large_buffers(attention: Any) -> list[torch.Tensor]:
+    """Return the large buffers of an attention backend, and of the two that a hybrid one has."""
+    parts = [getattr(attention, name, None) for name in ("decode_backend", "prefill_backend")]
+    buffers: dict[int, torch.Tensor] = {}
+    for part in [attention, *parts]:
+        for name in LARGE_BUFFERS:
+            value = getattr(part, name, None)
+            value = getattr(value, "buffer", value)  # a mask's
+            # FlashInfer has a list, of one for each of its wrappers.
+            for buffer in value if isinstance(value, list) else [value]:
+                if isinstance(buffer, torch.Tensor) and buffer.is_contiguous():
+                    buffers[buffer.data_ptr()] = buffer
+    return list(buffers.values())
+
+
 # The worker's part
 
 
@@ -267,16 +324,16 @@ class DynamicDecode:
         self.table = self.target.req_to_token_pool.req_to_token
         self.catch_up = catch_up()
         rows, device = self.table.shape[0], self.table.device
-        # A hierarchical cache copies K and V elsewhere when a request ends: nothing may wait then.
-        is_copied = bool(getattr(aerie_dynamic_control.resolved(worker.server_args), "enable_hierarchical_cache", False))
-        self.may_evict = not is_copied  # there it takes a while
+        # A hierarchical cache copies K and V once a result was read: nothing may wait then.
+        args = aerie_dynamic_control.resolved(worker.server_args)
+        self.is_copied = bool(getattr(args, "enable_hierarchical_cache", False))
         self.backlog = Backlog(
             Writer(worker.draft_worker.draft_runner),
             rows,
             device,
             writes=self.catch_up == "exact",
             keeps=self.catch_up != "none",
-            flush_at=1 if is_copied else FLUSH_AT,
+            flush_at=1 if self.is_copied else FLUSH_AT,
         )
         self.ones = torch.ones(rows, dtype=torch.int32, device=device)
         self.places = torch.arange(rows, dtype=torch.int32, device=device).unsqueeze(1)
@@ -321,9 +378,17 @@ class DynamicDecode:
             kept = [size for size in captured if size >= least] or captured[-1:]
             return kept, [size for size in compiled if size in kept]
 
+        # With a plan stream a verification may be prepared while another step is computed.
+        lent = Lent([] if self.worker.plan_stream else large_buffers(used))
+
+        def borrow(*args: Any, **kwargs: Any) -> None:
+            with lent:
+                make_buffers(*args, **kwargs)
+
         try:
             # Both backends run on one stream, one after the other: they may share scratch memory, as the target's and the draft's do.
             attention = target._get_attention_backend()
+            make_buffers, attention.init_cuda_graph_state = attention.init_cuda_graph_state, borrow
             for name in BACKEND_NAMES:  # set beside it where the target's own is made, for models to ask for
                 if hasattr(used, name):
                     setattr(attention, name, getattr(used, name))
@@ -337,10 +402,12 @@ class DynamicDecode:
         if self.control.rank == 0:
             left = get_available_gpu_memory(target.device, target.gpu_id)
             logger.info(
-                "Dynamic speculation: captured plain decode for batches of %s in %.1f s, with %.2f GB (%.2f GB left)",
+                "Dynamic speculation: captured plain decode for batches of %s in %.1f s, "
+                "with %.2f GB, and %.2f GB that verifications have (%.2f GB left)",
                 runner.capture_bs,
                 time.perf_counter() - began,
                 memory - left,
+                lent.bytes / (1 << 30),
                 left,
             )
         return attention, runner
@@ -416,6 +483,7 @@ class DynamicDecode:
         is_ours = self.catch_up == "exact" and self.is_relay_made and batch.enable_overlap and batch.forward_mode.name == "EXTEND"
         return (
             is_ours
+            and not self.is_copied
             and embeddings is None
             and hidden is not None
             and batch.req_pool_indices_cpu is not None
@@ -429,12 +497,13 @@ class DynamicDecode:
         """Say whether all that ``size`` requests may need ahead is free.
 
         Where the prefix cache has plenty that nobody uses, it gives up what a few steps take at once.
+        A hierarchical one does not: there it takes a while.
         """
         allocator, cache = batch.token_to_kv_pool_allocator, batch.tree_cache
         slots = size * (self.most_ahead + allocator.page_size)
         if slots <= allocator.available_size():
             return True
-        unused = cache.evictable_size() if self.may_evict and cache is not None else 0
+        unused = 0 if self.is_copied or cache is None else cache.evictable_size()
         if not isinstance(unused, int) or 2 * slots > GIVES_UP * unused:
             return False
         from sglang.srt.mem_cache.common import evict_from_tree_cache
@@ -528,6 +597,7 @@ class DynamicDecode:
         if grammar_barrier is not None and batch.has_grammar:
             grammar_barrier()  # the mask is made of the grammars as the step before left them
         ids = target.sample(logits, forward_batch)
+        self.agree_on(ids, batch.sampling_info)
         is_relayed = batch.enable_overlap and _relays_alone()
         if not is_relayed:
             ids = ids.to(torch.int32)  # beside what verifications gave
@@ -559,9 +629,23 @@ class DynamicDecode:
             extra_keep_alive_refs=[forward_batch, draft_input],
         )
 
+    def agree_on(self, ids: torch.Tensor, sampling_info: Any) -> None:
+        """Give all ranks the tokens that rank 0 sampled, as SGLang does with a verification's.
+
+        With grammars SGLang's sampler did so.
+        """
+        is_sampled = not sampling_info.is_all_greedy and not sampling_info.grammars
+        if self.control.ranks > 1 and is_sampled:
+            from sglang.srt.distributed import get_tp_group
+
+            get_tp_group().broadcast(ids, 0)
+
     def forward(self, forward_batch: Any) -> tuple[Any, bool]:
         """Return the target's output, and whether a graph was replayed."""
         target, runner = self.target, self.runner
+        for name in READ_DONE:
+            if hasattr(target, name):
+                setattr(target, name, None)  # a verification's; without a graph this step has none
         is_graph = runner is not None and bool(runner.can_run_graph(forward_batch))
         used = target.attn_backend, target.decode_cuda_graph_runner
         # Without a graph of its own the batch must not come near those of the verification, which would take it for theirs.
