@@ -63,8 +63,8 @@ def captured(used: Any, own: Any, plan_stream: Any = None) -> None:
         assert same_memory(buffer, runner.buffers[name]), "what is captured is what stays"
 
 
-def same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.data_ptr() == other.data_ptr()
+def same_memory(first: torch.Tensor, second: torch.Tensor) -> bool:
+    return first.data_ptr() == second.data_ptr()
 
 
 def check_buffers() -> int:
@@ -73,8 +73,8 @@ def check_buffers() -> int:
     used, alone, lent = new_backend(), new_backend(), new_backend()
     used.init_cuda_graph_state(VERIFIED // 4, VERIFIED)
     alone.init_cuda_graph_state(PLAIN, PLAIN)
-    for one in buffers_of(used).values():
-        one.fill_(3)
+    for buffer in buffers_of(used).values():
+        buffer.fill_(3)
     captured(used, lent)
     assert len(buffers_of(lent)) == 4, "logits, their sums, indices and a mask"
     for name, buffer in buffers_of(lent).items():
@@ -89,7 +89,7 @@ def check_buffers() -> int:
     small.init_cuda_graph_state(PLAIN // 4, PLAIN // 2)
     for used_there, plan_stream in ((small, None), (used, "a stream"), (SimpleNamespace(), None)):
         captured(used_there, kept, plan_stream)
-        assert not any(one.any() for one in buffers_of(kept).values()), "its own"
+        assert not any(buffer.any() for buffer in buffers_of(kept).values()), "its own"
     other_type, kept = new_backend(), new_backend()
     other_type.init_cuda_graph_state(VERIFIED // 4, VERIFIED)
     other_type.cuda_graph_kv_indices = other_type.cuda_graph_kv_indices.to(torch.int32)
@@ -100,7 +100,7 @@ def check_buffers() -> int:
     hybrid, kept = SimpleNamespace(decode_backend=used, prefill_backend=used), new_backend()
     captured(hybrid, kept)
     assert same_memory(kept.cuda_graph_attn_logits, used.cuda_graph_attn_logits)
-    places = {one.data_ptr() for one in buffers_of(kept).values()}
+    places = {buffer.data_ptr() for buffer in buffers_of(kept).values()}
     assert len(places) == 4, "each buffer is lent once"
     assert len(aerie_dynamic_decode.large_buffers(hybrid)) == 4
     indices, kept = [torch.full((1 << 19,), 3.0) for _ in range(2)], new_backend()
@@ -108,7 +108,7 @@ def check_buffers() -> int:
     captured(flashinfer, kept)
     assert same_memory(kept.cuda_graph_attn_lse, indices[0])
     assert not kept.cuda_graph_lean_Mp.any(), "what is small may have to be zero"
-    return sum(one.nbytes for one in buffers_of(lent).values())
+    return sum(buffer.nbytes for buffer in buffers_of(lent).values())
 
 
 def check_pools() -> int:
@@ -119,7 +119,7 @@ def check_pools() -> int:
     kinds = {kind for kind in values if isinstance(kind, type) and issubclass(kind, bases)}
     draft_kind = type("LlamaForCausalLMEagle3", (), {"model": SimpleNamespace(layers=[0])})
 
-    def found(target_pool: type, draft_pool: type) -> list[str]:
+    def problems(target_pool: type, draft_pool: type) -> list[str]:
         target = SimpleNamespace(req_to_token_pool=None)
         target.token_to_kv_pool = target_pool.__new__(target_pool)
         draft = SimpleNamespace(token_to_kv_pool=draft_pool.__new__(draft_pool), model=draft_kind())
@@ -131,16 +131,16 @@ def check_pools() -> int:
 
     aerie_dynamic_decode.aerie_dynamic_control.resolved = lambda args: args
     for kind in bases:
-        assert found(kind, bases[0]) == []
+        assert problems(kind, bases[0]) == []
     refused = kinds - set(bases)
-    names = {one.__name__ for one in refused}
+    names = {kind.__name__ for kind in refused}
     parts = ("FP4", "MXFP8", "DSA", "HiSparse", "PageMajor", "PageInterleave", "Unified", "NoOp")
     for part in parts:
         assert any(part in name for name in names), f"{part} in {sorted(names)}"
     for kind in refused:
-        (message,) = found(kind, bases[0])
+        (message,) = problems(kind, bases[0])
         assert f"the target's KV pool {kind.__name__}: use a model and arguments" in message
-        (message,) = found(bases[0], kind)
+        (message,) = problems(bases[0], kind)
         assert f"the draft's KV pool {kind.__name__}" in message
     return len(refused)
 

@@ -127,8 +127,8 @@ def test_prompts_own_the_slots_of_their_first_steps_and_no_slot_is_lost_or_has_t
 
 def test_plain_steps_borrow_buffers_have_rank_0s_tokens_and_refuse_other_pools(host: Host) -> None:
     printed = in_release(host, "dynamic_guards.py")
-    said = re.fullmatch(r"(\d+) bytes lent, (\d+) kinds of KV pool refused\s*", printed)
-    assert said and int(said[1]) > 10_000_000 and int(said[2]) >= 14, printed
+    counts = re.fullmatch(r"(\d+) bytes lent, (\d+) kinds of KV pool refused\s*", printed)
+    assert counts and int(counts[1]) > 10_000_000 and int(counts[2]) >= 14, printed
 
 
 def test_prefills_are_planned_with_lengths_of_the_host_that_are_those_of_the_gpu(host: Host) -> None:

@@ -22,19 +22,6 @@ import torch
 PREFIXES, DRAFTED, HEADS, KV_HEADS, SIZE = (21, 6), 4, 4, 2, 32
 
 
-class Mode:
-    """SGLang's ForwardMode, as far as the hook asks it."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def is_target_verify(self) -> bool:
-        return self.name == "TARGET_VERIFY"
-
-    def is_draft_extend_v2(self) -> bool:
-        return self.name == "DRAFT_EXTEND_V2"
-
-
 class Step:
     """One forward pass of one layer: what SGLang's backend has when it is about to call its kernel."""
 
@@ -60,7 +47,10 @@ class Step:
     def attend(self, hook: Any, mode: str) -> bool:
         pool = SimpleNamespace(get_key_buffer=lambda _: self.keys, get_value_buffer=lambda _: self.values)
         backend = SimpleNamespace(forward_metadata=self.metadata, token_to_kv_pool=pool)
-        batch = SimpleNamespace(forward_mode=Mode(mode), out_cache_loc=self.slots)
+        forward_mode = SimpleNamespace(
+            is_target_verify=lambda: mode == "TARGET_VERIFY", is_draft_extend_v2=lambda: mode == "DRAFT_EXTEND_V2"
+        )
+        batch = SimpleNamespace(forward_mode=forward_mode, out_cache_loc=self.slots)
         return bool(
             hook.attend(
                 *(backend, self.layer, batch, self.queries, self.out, self.indptr, self.indices, None, self.window),

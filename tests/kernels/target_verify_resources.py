@@ -1,8 +1,8 @@
 """Compiles the kernel of patch set triton_target_verify without a GPU, and says what each tile takes.
 
 target_verify_resources.py KERNEL CAPABILITY SHAPE...    such as 120 (SM120), and JSON with fields of Shape
-Prints a line of JSON for each shape: shared memory in bytes, registers and stack (spills) of a thread. A
-shape that is left to SGLang's kernel has none.
+Prints a line of JSON for each shape: shared memory in bytes, registers and stack (spills) of a thread, and
+for each of REQUESTS the programs of a multiprocessor. A shape that is left to SGLang's kernel has none.
 """
 
 from __future__ import annotations
@@ -111,7 +111,12 @@ def main() -> None:
                 tile=tile,
                 splits=splits,
             )
-        print(json.dumps(compiler.resources), flush=True)
+        programs = [
+            requests * shape.kv_heads * triton.cdiv(rows, choice[0].rows) * choice[1] / gpu.multiprocessors
+            for requests, choice in zip(REQUESTS, choices, strict=True)
+            if choice
+        ]
+        print(json.dumps({"kernels": compiler.resources, "programs": programs}), flush=True)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import triton
 from sglang.srt.layers.attention import aerie_target_verify_kernel as kernel
+from sglang.srt.layers.attention import aerie_triton_target_verify
 from sglang.srt.layers.attention.triton_ops.decode_attention import decode_attention_fwd
 from sglang.srt.layers.attention.triton_ops.extend_attention import extend_attention_fwd
 
@@ -84,8 +85,7 @@ class Verification:
         return torch.full((len(self.queries), self.heads, self.value_size), float("nan"), dtype=self.dtype, device=DEVICE)
 
     def tile_and_splits(self) -> tuple[kernel.Tile, int]:
-        properties = torch.cuda.get_device_properties(0)
-        gpu = kernel.Gpu((properties.major, properties.minor), properties.multi_processor_count)
+        gpu = aerie_triton_target_verify.gpu(self.queries.device)
         rows = self.drafted * self.heads // self.kv_heads
         choice = kernel.choose(gpu, len(self.prefixes), self.kv_heads, rows, self.head_size, self.queries.element_size())
         assert choice is not None

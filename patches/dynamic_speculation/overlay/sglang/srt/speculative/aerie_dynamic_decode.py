@@ -279,16 +279,15 @@ class Lent(TorchFunctionMode):
     def __torch_function__(self, function: Any, _: Any, args: Any = (), named: Any = None) -> Any:
         kwargs = named or {}
         if function is torch.zeros and "device" in kwargs:
-            wanted = function(*args, **{**kwargs, "device": "meta"})
+            like = function(*args, **{**kwargs, "device": "meta"})
             device = torch.device(kwargs["device"])
-            for place, buffer in enumerate(self.buffers):
-                there = buffer.device
-                is_there = there.type == device.type and device.index in (None, there.index)
-                is_alike = is_there and buffer.dtype == wanted.dtype
-                if is_alike and LENT_FROM <= wanted.nbytes <= buffer.nbytes:
-                    del self.buffers[place]
-                    self.bytes += wanted.nbytes
-                    return buffer.view(-1)[: wanted.numel()].view(wanted.shape)
+            for index, buffer in enumerate(self.buffers):
+                is_same_device = buffer.device.type == device.type and device.index in (None, buffer.device.index)
+                is_alike = is_same_device and buffer.dtype == like.dtype
+                if is_alike and LENT_FROM <= like.nbytes <= buffer.nbytes:
+                    del self.buffers[index]
+                    self.bytes += like.nbytes
+                    return buffer.view(-1)[: like.numel()].view(like.shape)
         return function(*args, **kwargs)
 
 

@@ -33,26 +33,22 @@ class Tile(NamedTuple):
 # By measurement on an H200 (sm90), and for SM120, which was never run, by what fits there without
 # spilling: docs/measurements/target-verify.md. A block of SM120 has 101,376 bytes of shared memory.
 # Keys are by the most rows of a tile.
-MLA_TILES = {
-    "sm90": {16: Tile(16, 64, 8, 2), 32: Tile(32, 64, 8, 2), 64: Tile(64, 64, 8, 2)},
-    "other": {16: Tile(16, 32, 8, 2), 32: Tile(32, 32, 8, 1)},
+MLA = "mla"
+TILES = {
+    MLA: {16: Tile(16, 32, 8, 2), 32: Tile(32, 32, 8, 1)},
+    64: {16: Tile(16, 64, 2, 2), 32: Tile(32, 64, 4, 2), 64: Tile(64, 64, 4, 2)},
+    128: {16: Tile(16, 64, 2, 2), 32: Tile(32, 64, 4, 2), 64: Tile(64, 64, 8, 2)},
+    256: {16: Tile(16, 32, 4, 2), 32: Tile(32, 32, 4, 2)},
 }
-SPLIT_MLA_TILES = {64: Tile(64, 32, 8, 2)}
-"""Those of an H200 that are faster where keys are split."""
-HEAD_TILES = {
-    "sm90": {
-        64: {16: Tile(16, 64, 2, 2), 32: Tile(32, 64, 4, 2), 64: Tile(64, 64, 4, 2)},
-        128: {16: Tile(16, 64, 2, 3), 32: Tile(32, 128, 4, 2), 64: Tile(64, 64, 8, 2)},
-        256: {16: Tile(16, 32, 4, 2), 32: Tile(32, 32, 4, 2)},
-    },
-    "other": {
-        64: {16: Tile(16, 64, 2, 2), 32: Tile(32, 64, 4, 2), 64: Tile(64, 64, 4, 2)},
-        128: {16: Tile(16, 64, 2, 2), 32: Tile(32, 64, 4, 2), 64: Tile(64, 64, 8, 2)},
-        256: {16: Tile(16, 32, 4, 2), 32: Tile(32, 32, 4, 2)},
-    },
+"""By head size, rounded up to a power of two."""
+SM90_TILES = TILES | {
+    MLA: {16: Tile(16, 64, 8, 2), 32: Tile(32, 64, 8, 2), 64: Tile(64, 64, 8, 2)},
+    128: {16: Tile(16, 64, 2, 3), 32: Tile(32, 128, 4, 2), 64: Tile(64, 64, 8, 2)},
 }
-PROGRAMS_PER_SM = {"mla": 1, "heads": 4}
-"""How many programs a multiprocessor should have, of tiles that fill it (MLA) and of smaller ones."""
+SM90_SPLIT_MLA_TILES = {64: Tile(64, 32, 8, 2)}
+"""Those that are faster where keys are split."""
+PROGRAMS_PER_SM = 4
+"""How many programs a multiprocessor should have. A tile of MLA fills it, so that there it is one."""
 
 
 class Gpu(NamedTuple):
@@ -65,25 +61,25 @@ class Gpu(NamedTuple):
 def choose(gpu: Gpu, requests: int, kv_heads: int, rows: int, head_size: int, item_size: int) -> tuple[Tile, int] | None:
     """Return the tile, and among how many programs the keys of a request are split.
 
-    ``rows`` are drafted tokens times query heads of a KV head; ``item_size`` is the bytes of a query's number.
-    None where no tile fits: float32 keys of MLA are too large for a GPU with less shared memory than an H200.
+    ``rows`` are drafted tokens times query heads of a KV head; ``item_size`` is the bytes of one
+    number of a query. None where no tile fits: float32 keys of MLA are too large for a GPU with
+    less shared memory than an H200.
     """
     is_mla = head_size in LATENT
     is_sm90 = gpu.capability == (9, 0)
     if item_size > 2 and is_mla and not is_sm90:
         return None
-    family = "sm90" if is_sm90 else "other"
-    padded = max(64, triton.next_power_of_2(head_size))
-    tiles = MLA_TILES[family] if is_mla else HEAD_TILES[family].get(padded, HEAD_TILES[family][256])
+    of_gpu = SM90_TILES if is_sm90 else TILES
+    tiles = of_gpu[MLA if is_mla else min(max(triton.next_power_of_2(head_size), 64), 256)]
     size = next((size for size in tiles if rows <= size), max(tiles))
     if requests * kv_heads * triton.cdiv(rows, size) * MOST_SPLITS < gpu.multiprocessors:
         size = max(size // 2, 16)  # else some multiprocessors would have nothing to do
     programs = requests * kv_heads * triton.cdiv(rows, size)
-    splits = gpu.multiprocessors * PROGRAMS_PER_SM["mla" if is_mla else "heads"] // programs
+    splits = gpu.multiprocessors * (1 if is_mla else PROGRAMS_PER_SM) // programs
     splits = min(1 << (max(splits, 1).bit_length() - 1), MOST_SPLITS)
     tile = tiles[size]
     if is_mla and is_sm90 and splits > 1:
-        tile = SPLIT_MLA_TILES.get(size, tile)
+        tile = SM90_SPLIT_MLA_TILES.get(size, tile)
     if item_size > 2:  # float32 takes twice the room
         tile = Tile(16 if is_mla else min(tile.rows, 32), max(tile.keys // 4, 16), tile.warps, 1)
     return tile, splits
@@ -96,7 +92,7 @@ def _tanh(x):
 
 @triton.jit
 def _keys_of_a_split(keys, splits, BLOCK_N: tl.constexpr):
-    """Return how many keys each split has: whole tiles, so that the last splits of a short request have none."""
+    """Return the keys of a split: whole tiles, so that the last splits of a short request are empty."""
     return tl.cdiv(tl.cdiv(keys, splits), BLOCK_N) * BLOCK_N
 
 

@@ -1,7 +1,8 @@
-"""Gives target verifications of the triton backend, and the draft's extend after each, a kernel of their own.
+"""Gives target verifications of the triton backend, and the draft's extend after each, their own kernel.
 
-Made by Aerie (patch set triton_target_verify). SGLang runs both through the kernel for prefills, which goes
-serially over the prefix once for each query head; aerie_target_verify_kernel.py reads it as a decode does.
+Made by Aerie (patch set triton_target_verify). SGLang runs both through the kernel for prefills,
+which goes serially over the prefix once for each query head; aerie_target_verify_kernel.py reads it
+as a decode does.
 AERIE_TARGET_VERIFY chooses: ``grouped`` (also where it is not set), ``extend`` or ``0`` (SGLang's own), or
 ``check`` (both: SGLang's answer is used, and the server ends where the two differ by more than rounding).
 """
@@ -44,7 +45,8 @@ def how() -> str:
 HOW = how()
 reported: set[str] = set()
 pending: list[tuple[str, torch.Tensor, torch.Tensor]] = []
-"""In check mode, of what SGLang's kernel computes next: the layer's name, our answer, and slots (requests, drafted)."""
+"""In check mode, of what SGLang's kernel computes next: the layer's name, the answer of ours, and the
+slots of the cache, of shape (requests, drafted)."""
 
 
 # For hooks
@@ -67,7 +69,10 @@ def attend(
     v_scale: float,
     score_mod: Any = None,
 ) -> bool:
-    """Attend for a verification or the draft's extend after it, and return True; return False for SGLang's kernel."""
+    """Attend for a verification or the draft's extend after it.
+
+    Return True where ``out`` is written, and False where SGLang's kernel is to write it.
+    """
     if HOW == EXTEND or not is_served(forward_batch.forward_mode):
         return False
     metadata = backend.forward_metadata
@@ -123,7 +128,7 @@ def compare(out: torch.Tensor) -> None:
 
 
 def is_served(mode: Any) -> bool:
-    """Return whether a forward mode has as many tokens for each request: what was drafted, or what the draft takes in after it."""
+    """Return whether the kernel is for a forward mode: each request has as many tokens as were drafted."""
     return bool(mode.is_target_verify() or mode.is_draft_extend_v2())
 
 
@@ -198,9 +203,10 @@ class Checks:
     def note(self, layer: str, answer: torch.Tensor, expected: torch.Tensor, slots: torch.Tensor) -> None:
         """Note the difference in parts of the largest expected value; a CUDA graph captures it.
 
-        The tokens of a request that pads a graph's batch, and of those that warm up a capture, share one slot of the
-        cache (out_cache_loc is 0, or 1, in eagle_draft_extend_cuda_graph_runner.py), so that there is one key for
-        all of them. Nobody reads their answers.
+        The tokens of a request that pads a graph's batch, and of those that warm up a capture, share
+        one slot of the cache (out_cache_loc is 0, or 1, in SGLang's
+        eagle_draft_extend_cuda_graph_runner.py), so that there is one key for all of them. Nobody
+        reads their answers.
         """
         self.tolerance = TOLERANCES[expected.dtype]
         if expected.is_cuda and torch.cuda.is_current_stream_capturing():
