@@ -314,6 +314,11 @@ class Step:
     plain: bool
     rows: tuple[Row, ...]
 
+    @property
+    def width(self) -> int:
+        """Tokens of each request that are verified."""
+        return len(self.rows[0].chain or (0,))
+
 
 def steps_of(path: Path, run: str) -> list[Step]:
     """Return the decode steps in which requests of ``run`` were."""

@@ -34,6 +34,8 @@ CHECKED = {"SGLANG_IS_IN_CI": "true", "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUS
 """SGLang asserts after each step that no KV is lost, and that no value of the step before is read twice."""
 EAGLE3 = {"algorithm": "EAGLE3", "draft_model": "draft", "steps": 3, "topk": 1, "draft_tokens": 4}
 OVERLAP = {"disable_overlap_schedule": False}
+DEPTHS = {1: 3, 3: 2, 5: 1}
+"""By the smallest number of requests that they are for."""
 SMALL_POOL = {"max_total_tokens": 400, "chunked_prefill_size": 64, "schedule_conservativeness": 0.05}
 HOPEFUL = {"SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": "8"}
 """Requests are let in as if each had no more than so many tokens to come."""
@@ -49,7 +51,14 @@ def arms(steps: Path) -> dict[str, Any]:
         "dynamic-without-overlap": dynamic | {"flags": {}, "environment": spied | {"AERIE_TEST_OVERLAP": "0"}},
         "dynamic-in-a-small-pool": dynamic | {"flags": OVERLAP | SMALL_POOL, "environment": spied | HOPEFUL},
         "dynamic-without-catch-up": dynamic | {"environment": spied | {"AERIE_DYNAMIC_CATCHUP": "none"}},
+        "dynamic-in-depths": dynamic | {"flags": OVERLAP | adaptive(steps.with_name("adaptive.json"))},
     }
+
+
+def adaptive(path: Path) -> dict[str, Any]:
+    """Return the flags with which SGLang drafts fewer tokens the more requests run."""
+    path.write_text(json.dumps({str(size): {"candidate_steps": [steps]} for size, steps in DEPTHS.items()}))
+    return {"speculative_adaptive": True, "speculative_adaptive_config": str(path)}
 
 
 class Host:
@@ -418,6 +427,28 @@ def test_what_the_server_says_of_its_mode_is_what_it_did(host, dynamic, cases):
     assert dynamic.state()["mode"] == "plain"
     assert dynamic.metric("sglang:aerie_dynamic_plain") == 1
     assert dynamic.metric("sglang:aerie_dynamic_switches_total") - counted == dynamic.state()["switches"] - before["switches"]
+
+
+@pytest.mark.parametrize("dynamic", ["dynamic-in-depths"], indirect=True)
+def test_answers_are_the_baselines_while_depth_and_mode_change_with_load_and_by_hand(host, dynamic, right, cases):
+    assert dynamic.state()["candidate_steps"] == [1, 2, 3]
+    dynamic.change(**LOAD | {"high": 7, "low": 6})
+    asked = ask(host, cases, (12, 2, 5, 12, 3))
+    same(host, asked, right, cases)
+    assert {step.width for step in asked.steps if not step.plain} == {steps + 1 for steps in DEPTHS.values()}
+    for step in asked.steps:
+        expected = max(size for size in DEPTHS if size <= len(step.rows))
+        assert step.plain or step.width == DEPTHS[expected] + 1
+    assert client.crossings(asked.steps) >= 1
+
+    dynamic.change(**LOAD | {"flip_every": 4, "num_steps": 1})
+    forced = ask(host, cases, WAVES)
+    same(host, forced, right, cases)
+    assert {step.width for step in forced.steps if not step.plain} == {2}
+    with pytest.raises(client.RefusedError):
+        dynamic.change(num_steps=5)
+    assert dynamic.state()["refused"] == "num_steps must be one of 1, 2, 3 (is 5)"
+    dynamic.change(num_steps=None)
 
 
 @pytest.mark.parametrize("dynamic", [SMALL], indirect=True)

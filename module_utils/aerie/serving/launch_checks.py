@@ -201,7 +201,7 @@ def dynamic_problems(flags: Mapping[str, Any], draft: Config | None, environment
         yield f"dynamic speculation is not for pipeline parallelism: set pp-size to 1, and tp-size instead (is {flags['pp_size']})"
     if flags.get("enable_lora") or flags.get("lora_paths"):
         yield "dynamic speculation was not tried with LoRA: leave out enable-lora and lora-paths"
-    if flags.get("speculative_adaptive"):
+    if flags.get("speculative_adaptive") and not flags.get("speculative_adaptive_config"):
         yield "dynamic speculation and speculative-adaptive both change how many tokens are drafted: leave one of them out"
     if flags.get("enable_two_batch_overlap"):
         yield "dynamic speculation was not tried with two batches overlapped: leave out enable-two-batch-overlap"

@@ -43,7 +43,6 @@ PLAN, CELL, CHANGE = "plan", "cell", "load"
 OK, FAILED = "ok", "failed"
 FORCED = ("plain", "speculative")
 """Arms that are the dynamic server, told to keep one mode."""
-EXTRA = (*FORCED, analysis.UPSTREAM)
 FULL_SECONDS = 45.0
 LATE_SECONDS = 0.02
 MOST_FAILURES = 4
@@ -125,13 +124,16 @@ class Item:
         return (self.kind, self.number, self.what, self.arm)
 
 
-def items(settings: Settings, passes: int, changing_passes: int, extra: Sequence[str]) -> list[Item]:
-    """Return everything in its order, which a seed draws pass by pass: more passes leave the first ones as they were."""
+def items(settings: Settings, passes: int, changing_passes: int, extra: Sequence[str], extra_from: int = 0) -> list[Item]:
+    """Return everything in its order, which a seed draws pass by pass: more passes leave the first ones as they were.
+
+    ``extra`` arms are met at levels from ``extra_from`` on.
+    """
     found: list[Item] = []
     for number in range(passes):
         chance = random.Random(f"{settings.seed}/{CELL}/{number}")
         for level in chance.sample(settings.levels, len(settings.levels)):
-            arms = (*analysis.FIXED, analysis.DYNAMIC, *extra)
+            arms = (*analysis.FIXED, analysis.DYNAMIC, *(extra if level >= extra_from else ()))
             found += [Item(CELL, number, str(level), arm) for arm in chance.sample(arms, len(arms))]
     for number in range(changing_passes):
         chance = random.Random(f"{settings.seed}/{CHANGE}/{number}")
@@ -432,8 +434,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--step", type=float, default=10.0, help="seconds of each step, 0 for none")
     parser.add_argument("--steps", type=_numbers, default=(8, 128, 1, 64, 32))
     parser.add_argument("--seed", type=int, default=1)
-    extra = "further arms: the dynamic server in one mode, SGLang's own baseline"
-    parser.add_argument("--extra", nargs="*", choices=EXTRA, default=[], help=extra)
+    extra = "further arms: the dynamic server in one mode (plain, speculative), or other instances, such as upstream"
+    parser.add_argument("--extra", nargs="*", default=[], metavar="ARM", help=extra)
+    parser.add_argument("--extra-from", type=int, default=0, metavar="CLIENTS", help="further arms are measured from so many clients on")
+    parser.add_argument("--warm-up", type=_numbers, default=None, metavar="LEVELS", help="meet these levels first instead of all")
     parser.add_argument("--no-warm-up", action="store_true", help="the servers met all levels before")
     return parser.parse_args()
 
@@ -470,7 +474,9 @@ def main() -> None:
     where = placement.Placement([one for instance in instances.values() for one in instance.processes])
     bench = Bench(settings, instances, records, where)
     done = records.done()
-    wanted = [item for item in items(settings, asked.passes, asked.changing_passes, asked.extra) if item.identity not in done]
+    wanted = [
+        item for item in items(settings, asked.passes, asked.changing_passes, asked.extra, asked.extra_from) if item.identity not in done
+    ]
     print(f"{len(wanted)} to measure, about {sum(seconds_of(item, settings) for item in wanted):.0f} s", flush=True)
 
     def left() -> float:
@@ -478,7 +484,7 @@ def main() -> None:
 
     with gpu_watched(asked.out / "gpu.csv", instances[analysis.DYNAMIC].facts.get("gpus") or []):
         if wanted and not asked.no_warm_up:
-            warm_up(bench, settings, (*analysis.FIXED, analysis.DYNAMIC, *asked.extra), records)
+            warm_up(bench, asked.warm_up or settings.levels, (*analysis.FIXED, analysis.DYNAMIC, *asked.extra), records)
         try:
             ended = measure_all(bench, wanted, settings, records, left)
         finally:
@@ -491,10 +497,10 @@ def main() -> None:
     print(f"{ended} not measured yet" if ended else "all measured", flush=True)
 
 
-def warm_up(bench: Bench, settings: Settings, arms: Sequence[str], records: Records) -> None:
+def warm_up(bench: Bench, levels: Sequence[int], arms: Sequence[str], records: Records) -> None:
     """Have each server meet each level, the largest first; one that can't is told of when it is measured."""
     started = time.monotonic()
-    for level in sorted(settings.levels, reverse=True):
+    for level in sorted(levels, reverse=True):
         for arm in arms:
             try:
                 bench.warm(arm, level)

@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
 """Asks a baseline and a dynamic server the same, while the dynamic one's mode changes, and compares token by token. tokens.sh starts them.
 
-    tokens.py --root ROOT --out OUT --dtype float32|bfloat16 --steps FILE [--crossings 300] [--requests 90] [--gap LOGITS]
+    tokens.py --root ROOT --out OUT --dtype float32|bfloat16 --steps FILE [--crossings 300] [--requests 90] [--gap LOGITS] [--also NAME...]
 
 Three kinds of change: by load that crosses the threshold, by the mode flipped every few steps, and by an operator who changes the policy at
-random. Then the acceptance after returns, against the same requests never off. The client is tests/e2e/dynamic_client.py's.
+random. Then the acceptance after returns, against the same requests never off. --also asks further instances once. The client is
+tests/e2e/dynamic_client.py's.
 """
 
 from __future__ import annotations
@@ -71,6 +72,9 @@ def mixed(server: client.Server, requests: int, logprobs: bool) -> list[client.C
         made.append(
             client.Case(f"case {number}", stretch(length), tokens, turns, free, asks_logprobs, stream=number % 5 == 0 and not asks_logprobs)
         )
+    for number in range(requests // 10):
+        abort = ("drop", "request")[number % 2]
+        made.append(client.Case(f"aborted {number}", stretch(30), 120, (), free, abort=abort, abort_after=5 + 9 * (number % 4)))
     return made
 
 
@@ -144,6 +148,10 @@ class Check:
             self._tell(f"forced to be {force}", plainly(force), 0, 1)
         self.dynamic.change(**LOAD)
 
+    def also(self, name: str, server: client.Server) -> None:
+        """Ask another server once, at other batch sizes than the baseline was."""
+        self._tell(name, client.ask_all(server, name, self.cases, WAVES), 0, 1)
+
 
 def accepted(dynamic: client.Server, cases: Sequence[client.Case], steps: Path) -> dict[str, Any]:
     """Return acceptance after returns over never off, by the worker's own record of its steps."""
@@ -199,6 +207,7 @@ def main() -> None:
     parser.add_argument(
         "--gap", type=float, default=float(cores.environment("AERIE_TOKENS_GAP") or 0), help="logits below which all is a tie"
     )
+    parser.add_argument("--also", nargs="*", default=[], metavar="NAME", help="other instances that are asked once")
     asked = parser.parse_args()
     begun = time.monotonic()
     homes = {name: asked.root / "instances" / f"tokens-{name}" for name in ("baseline", "dynamic")}
@@ -206,6 +215,9 @@ def main() -> None:
     client.TIE = asked.gap if asked.gap and asked.dtype != "float32" else TIES[asked.dtype]
     check = Check(baseline, dynamic, mixed(baseline, asked.requests, asked.dtype == "float32"), asked.crossings)
     check.run()
+    for name in asked.also:
+        facts = json.loads((asked.root / "instances" / name / "instance.json").read_text())
+        check.also(name, client.Server(facts["port"]))
     after_return = accepted(dynamic, repeats(baseline, max(8, asked.requests // 4)), asked.steps)
     said: dict[str, Any] = {
         "dtype": asked.dtype,

@@ -12,7 +12,7 @@ import os
 import pathlib
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from sglang.srt.speculative import aerie_dynamic_policy
@@ -139,8 +139,7 @@ def problems(args: Any) -> Iterator[str]:
         yield f"{FLAG} is not for pipeline parallelism: set --pp-size 1, and --tp-size instead (is {get('pp_size')})"
     if get("enable_lora", False) or get("lora_paths"):
         yield f"{FLAG} was not tried with LoRA: leave out --enable-lora and --lora-paths"
-    if get("speculative_adaptive", False):
-        yield f"{FLAG} and --speculative-adaptive both change how many tokens are drafted: leave one of them out"
+    yield from _adaptive_problems(args)
     if get("enable_two_batch_overlap", False):
         yield f"{FLAG} was not tried with two batches overlapped: leave out --enable-two-batch-overlap"
     if str(get("disaggregation_mode", "null")) != "null" or get("enable_pdmux", False):
@@ -160,6 +159,34 @@ def problems(args: Any) -> Iterator[str]:
         yield (
             f"{FLAG} {wanted} never decodes plainly, since no more than {most} requests run at once: set --max-running-requests above "
             f"{wanted} (without it {MAX_RUNNING_REQUESTS} with speculation), or a lower threshold"
+        )
+
+
+def _adaptive_problems(args: Any) -> Iterator[str]:
+    """Yield why SGLang's adaptive speculation can't choose the depth beside dynamic speculation.
+
+    Its step 0 verifies one token where dynamic speculation decodes, and its own table has step 0.
+    """
+    if not getattr(args, "speculative_adaptive", False):
+        return
+    path = getattr(args, "speculative_adaptive_config", None)
+    if not path:
+        yield (
+            f"{FLAG} decodes without speculation by itself, and SGLang's own table of --speculative-adaptive has "
+            "step 0: name a file without it in --speculative-adaptive-config"
+        )
+        return
+    from sglang.srt.speculative.adaptive_spec_params import resolve_candidate_steps_from_config
+
+    try:
+        candidates = resolve_candidate_steps_from_config(cfg_path=path)
+    except (OSError, ValueError, AttributeError, TypeError) as error:
+        yield f"--speculative-adaptive-config {path}: {error}: correct the file"
+        return
+    if 0 in candidates:
+        yield (
+            f"--speculative-adaptive-config {path} has step 0, which {FLAG} is for: leave it out of candidate_steps "
+            f"(there are {', '.join(map(str, candidates))})"
         )
 
 
@@ -185,6 +212,8 @@ class Control:
         self.policy = policy
         self.rank = rank
         self.ranks = ranks
+        self.candidate_steps: tuple[int, ...] = ()
+        """The depths that adaptive speculation can choose from; empty where the depth is fixed."""
         self.refused: str | None = None
         self.metrics: Metrics | None = None
         self._untold = 0
@@ -278,6 +307,7 @@ class Control:
         try:
             if not isinstance(changes, Mapping):
                 raise ValueError(f"must be a table of settings (is {changes!r})")
+            self._require_candidate(changes.get("num_steps"))
             self.policy.update(changes)
         except ValueError as error:
             self.refused = str(error)
@@ -287,10 +317,31 @@ class Control:
         self._changed(f"set {json.dumps(dict(changes), sort_keys=True)}")
         return True
 
+    def _require_candidate(self, num_steps: Any) -> None:
+        """Raise ValueError for a depth that the server has no graphs and buffers for."""
+        if num_steps is None or num_steps in self.candidate_steps:
+            return
+        depths = ", ".join(map(str, self.candidate_steps))
+        which = f"one of {depths}" if depths else "null where --speculative-adaptive is not set"
+        raise ValueError(f"num_steps must be {which} (is {num_steps!r})")
+
+    def has_depths(self, candidate_steps: Iterable[int]) -> None:
+        """Take the depths of the worker's adaptive speculation; raise ValueError where another one is forced from the start."""
+        self.candidate_steps = tuple(sorted(candidate_steps))
+        try:
+            self._require_candidate(self.policy.settings.num_steps)
+        except ValueError as error:
+            raise ValueError(f"{MORE_SETTINGS}: {error}: correct it, or leave it out") from error
+
     def state(self) -> dict[str, Any]:
         """Return what ``/get_server_info`` shows."""
         worker = getattr(sys.modules.get("sglang.srt.speculative.aerie_dynamic_decode"), "live", None)
-        return {**self.policy.state(), "refused": self.refused, **(worker.state() if worker is not None else {})}
+        return {
+            **self.policy.state(),
+            "candidate_steps": list(self.candidate_steps) or None,
+            "refused": self.refused,
+            **(worker.state() if worker is not None else {}),
+        }
 
 
 class Metrics:
@@ -401,6 +452,11 @@ def _answer(updated: bool) -> Any:
     if "server_args" in SetInternalStateReqOutput.__annotations__:  # up to 0.5.15
         fields["server_args"] = {}
     return SetInternalStateReqOutput(**fields)
+
+
+def forced_steps() -> int | None:
+    """Return the depth that is forced; None where adaptive speculation chooses it."""
+    return None if _control is None else _control.policy.settings.num_steps
 
 
 def result_begins(result: Any) -> None:

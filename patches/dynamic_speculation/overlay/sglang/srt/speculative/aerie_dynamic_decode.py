@@ -193,6 +193,12 @@ def catch_up() -> str:
     return os.environ.get(CATCH_UP) or CATCH_UPS[0]
 
 
+def candidate_steps(worker: Any) -> list[int]:
+    """Return the depths that SGLang's adaptive speculation has graphs and buffers for; empty where it is off."""
+    controller = getattr(worker, "adaptive_controller", None)
+    return [] if controller is None else sorted(controller.candidate_steps)
+
+
 # Differences between versions, looked up
 
 
@@ -343,8 +349,12 @@ class DynamicDecode:
         self.lengths = torch.full((rows,), UNKNOWN, dtype=torch.int64)
         self.is_any_known = False
         self.known = self.pulled = self.resumes = self.resumed_rows = self.fills = self.spared = self.reserved = 0
-        self.width = worker.speculative_num_draft_tokens
-        self.most_ahead = 4 * (self.width + worker.speculative_num_steps)  # slots; no less than what SGLang allocates ahead for a request
+        depths = candidate_steps(worker)
+        control.has_depths(depths)
+        # A step may follow one of another depth, so that what is taken for granted is the deepest one's.
+        self.width = max([worker.speculative_num_draft_tokens, *(steps + 1 for steps in depths)])
+        deepest = max([worker.speculative_num_steps, *depths])
+        self.most_ahead = 4 * (self.width + deepest)  # slots; no less than what SGLang allocates ahead for a request
         self.first_slots = torch.arange(2 * self.width, device=device)
         self.next_positions: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
         self.is_next_plain: bool | None = None  # of the step that was prepared and not made yet
@@ -768,6 +778,7 @@ class DynamicDecode:
             "fills": self.fills,
             "flushes": self.backlog.flushes,
             "host_known_lengths": {"known": self.known, "pulled": self.pulled},
+            "num_steps_now": self.worker.speculative_num_steps,
             "resumes": self.resumes,
             "resumed_rows": self.resumed_rows,
             "reserved_prompts": self.reserved,

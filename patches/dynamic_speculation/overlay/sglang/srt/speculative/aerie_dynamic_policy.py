@@ -93,6 +93,9 @@ class Settings:
     """Change the mode every so many steps, whatever the load is, for tests; 0 does not."""
     adapt: bool = False
     """Move high and low by measured step times and acceptance."""
+    num_steps: int | None = None
+    """How many tokens speculation drafts whatever the load is, for calibrations; null leaves it to
+    SGLang's adaptive speculation, or to --speculative-num-steps."""
 
     def __post_init__(self) -> None:
         problems = list(self._problems())
@@ -109,6 +112,8 @@ class Settings:
             yield f"force must be {PLAIN}, {SPECULATIVE} or null (is {self.force!r})"
         if not isinstance(self.adapt, bool):
             yield f"adapt must be true or false (is {self.adapt!r})"
+        if self.num_steps is not None and not _is_count(self.num_steps, 1):
+            yield f"num_steps must be a whole number, 1 or more, or null (is {self.num_steps!r})"
 
     @classmethod
     def of_threshold(cls, threshold: int) -> Settings:

@@ -124,6 +124,32 @@ def compare(out: torch.Tensor) -> None:
         checks.note(name, answer, out.view_as(answer), slots)
 
 
+def graph_buffers_begin(backend: Any, requests: int, tokens: int, indices: torch.Tensor | None) -> None:
+    """Have a backend whose graphs only verify, or extend the draft, make next to no decode buffers.
+
+    SGLang makes those of a decode of all ``tokens`` (init_cuda_graph_state of triton_backend.py):
+    tokens x heads x splits x value size x 4 bytes, 2.1 GB for Kimi-K2.5 at TP 8 with 128 requests.
+    Its metadata of a verification and of the draft's extend have none of them.
+    The draft's steps decode, and are given their ``indices``.
+    """
+    drafted = backend.num_draft_tokens or 0
+    if HOW != EXTEND and indices is None and drafted > 1 and tokens == requests * drafted:
+        backend.aerie_kv_splits, backend.max_kv_splits = backend.max_kv_splits, 1
+
+
+def graph_buffers_end(backend: Any) -> None:
+    """Put back the number of splits, and leave no decode buffer that is too small."""
+    splits = vars(backend).pop("aerie_kv_splits", None)
+    if splits is None:
+        return
+    backend.max_kv_splits = splits
+    backend.cuda_graph_attn_logits = backend.cuda_graph_attn_lse = backend.cuda_graph_swa_attn_logits = None
+    for name in ("cuda_graph_num_kv_splits", "cuda_graph_window_num_kv_splits"):
+        counts = getattr(backend, name, None)
+        if counts is not None:
+            counts.fill_(splits)
+
+
 # What it is for
 
 

@@ -1,6 +1,6 @@
 """The kernel of patch set triton_target_verify on a GPU: errors against float64, and times beside SGLang's kernels.
 
-kernels.py OUT.json [check] [time]    with a patched SGLang on PYTHONPATH; both parts by default
+kernel_times.py OUT.json [check] [time]    with a patched SGLang on PYTHONPATH; both parts by default
 
 Errors are of random prefixes, chains and trees, in the type of a server, ours and those of SGLang's kernel
 for prefills. Times are of equal prefixes, four drafted tokens a request, by replays of a CUDA graph; a decode
