@@ -158,14 +158,17 @@ def accepted(dynamic: client.Server, cases: Sequence[client.Case], steps: Path) 
     switch = steps.with_name(f"{steps.name}.on")
     switch.touch()
     found = {}
+    # Of another depth, a proposal and what of it is accepted have another length.
+    depths = dynamic.state().get("candidate_steps")
+    deepest = {"num_steps": max(depths)} if depths else {}
     try:
         for name, changes in (("never", {"force": "speculative"}), ("returned", {"flip_every": RETURNS_EVERY})):
-            dynamic.change(**LOAD | changes)
+            dynamic.change(**LOAD | changes | deepest)
             client.ask_all(dynamic, name, cases, (6,))
             found[name] = client.steps_of(steps, name)
     finally:
         switch.unlink()
-        dynamic.change(**LOAD)
+        dynamic.change(**LOAD | dict.fromkeys(deepest))
     return acceptance(found["never"], found["returned"])
 
 

@@ -4,6 +4,8 @@
     servers.py --root ROOT --models MODELS start GROUP...     and waits until they answer or have ended
     servers.py --root ROOT --models MODELS stop [GROUP...]
 
+GROUP/SERVER names one of a group.
+
 Python must find the patched SGLang: PYTHONPATH=SITE. MODELS is what tests/gpu/models.py wrote. ROOT/GROUP
 gets instances/<server>/ with instance.json and server.log, as Aerie's own hosts have them.
 
@@ -58,7 +60,7 @@ SERVED = COMMON | {
     "cuda-graph-max-bs-decode": 128,
     "cuda-graph-bs-prefill": [128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192],
     "max-total-tokens": 65536,
-    "mem-fraction-static": 0.92,
+    "mem-fraction-static": 0.97,
 }
 COMPARED = COMMON | {
     "dtype": "float32",
@@ -67,7 +69,7 @@ COMPARED = COMMON | {
     "cuda-graph-max-bs-decode": 32,
     "disable-prefill-cuda-graph": True,
     "max-total-tokens": 65536,
-    "mem-fraction-static": 0.92,
+    "mem-fraction-static": 0.97,
 }
 
 
@@ -260,7 +262,10 @@ def main() -> None:
     options.root.mkdir(parents=True, exist_ok=True)
     known = groups(options.root.resolve(), options.models.resolve())
     root = options.root.resolve()
-    servers = [(root / name, server) for name in options.groups or known for server in known[name]]
+    servers = []
+    for word in options.groups or known:
+        group, _, name = word.partition("/")
+        servers += [(root / group, server) for server in known[group] if name in ("", server.name)]
     if options.action == "stop":
         for place, server in servers:
             stop(place, server)
