@@ -4,7 +4,7 @@
     python3 tests/gpu/models.py OUT
 
 OUT gets target/ and draft/ (Llama-8B-shaped; config.json and the tokenizer of models/tiny), the same
-below mla/ (MLA and MoE, 10 layers, 64 heads, like Kimi-K2.5 in small) and below mla-tiny/ (MLA, two
+below mla/ (MLA and MoE, 10 layers, 64 heads, like Kimi-K2.5 in small) and below mla-tiny/ (MLA, eight
 layers, for comparisons in float32), and files for SGLang's --speculative-adaptive-config:
 adaptive-off.json (three steps up to 32 requests, none from 33 on) and depths.json (three steps up to
 96 requests, one from 97 on).
@@ -91,10 +91,10 @@ TINY_VOCABULARY = 8000
 MLA_TINY = MLA | {
     "hidden_size": 512,
     "intermediate_size": 1024,
-    "num_hidden_layers": 4,
+    "num_hidden_layers": 8,
     "num_attention_heads": 16,
     "num_key_value_heads": 16,
-    "first_k_dense_replace": 4,
+    "first_k_dense_replace": 8,
     "q_lora_rank": 256,
     "vocab_size": TINY_VOCABULARY,
 }

@@ -18,6 +18,7 @@ import json
 import math
 import random
 import shutil
+import statistics
 import subprocess
 import sys
 import time
@@ -65,6 +66,7 @@ class Settings:
     step_seconds: float
     steps: tuple[int, ...]
     seed: int
+    per_client: int | None = None
 
     def as_dict(self) -> dict[str, Any]:
         return {name: list(value) if isinstance(value, tuple) else value for name, value in vars(self).items()}
@@ -168,6 +170,8 @@ def seconds_of(item: Item, settings: Settings) -> float:
     """Return about how long an item takes; an H200 prefills 128 half-answered requests in 1.5 s."""
     if item.kind == CHANGE:
         return shapes(settings)[item.what].seconds + BETWEEN_SECONDS + 0.5
+    if settings.per_client:
+        return 4.0 + item.level / 35
     return settings.settle_seconds + settings.window_seconds + BETWEEN_SECONDS + 0.3 + item.level / 80
 
 
@@ -316,6 +320,8 @@ class Bench:
 
     def _cell(self, item: Item) -> dict[str, Any]:
         settings = self._settings
+        if settings.per_client:
+            return self._whole(item)
         run, lines, window, worked = self._steady(item.arm, item.level, settings.settle_seconds, settings.window_seconds, item.number)
         start, end = window
         return {
@@ -324,6 +330,31 @@ class Bench:
             **speed_between(lines, start + LATE_SECONDS, end),
             "client_tok_s": run.tokens_within(start, end) / (end - start),
             "prefills": sum(line["kind"] == "prefill" and start <= line["t"] <= end for line in lines),
+            **self._raw(run, lines),
+        }
+
+    def _whole(self, item: Item) -> dict[str, Any]:
+        """Have each client send so many requests, all at once: filling and draining count for the clients.
+
+        The server's figure is the median of its decode lines while the load is there.
+        """
+        settings, instance = self._settings, self.instance(item.arm)
+        workload = load.Workload(settings.input_len, settings.output_len)
+        seed = hash((settings.seed, item.number, item.level)) & 0x7FFFFFFF
+        run = load.Load(instance.host, instance.port, workload, lambda _: item.level, item.level, seed, settings.per_client)
+        with decode_load.following(instance.log) as follower:
+            run.run(lambda: None)
+            time.sleep(0.2)  # the last lines
+        lines = list(follower.lines)
+        full = [line for line in lines if line["kind"] == "decode" and line["running"] >= item.level - item.level // 8]
+        accepted = [line["accept"] for line in full if line["accept"] is not None]
+        ended = max(request.done or run.started for request in run.requests)
+        return {
+            "window": (run.started, ended),
+            "server_tok_s": statistics.median(line["tok_s"] for line in full[1:] or full) if full else None,
+            "running": item.level,
+            "accept_length": statistics.fmean(accepted) if accepted else None,
+            "client_tok_s": sum(request.tokens for request in run.requests) / (ended - run.started),
             **self._raw(run, lines),
         }
 
@@ -434,6 +465,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--step", type=float, default=10.0, help="seconds of each step, 0 for none")
     parser.add_argument("--steps", type=_numbers, default=(8, 128, 1, 64, 32))
     parser.add_argument("--seed", type=int, default=1)
+    whole = "cells of so many requests a client, filling and draining included, instead of windows of a steady load"
+    parser.add_argument("--per-client", type=int, metavar="REQUESTS", help=whole)
     extra = "further arms: the dynamic server in one mode (plain, speculative), or other instances, such as upstream"
     parser.add_argument("--extra", nargs="*", default=[], metavar="ARM", help=extra)
     parser.add_argument("--extra-from", type=int, default=0, metavar="CLIENTS", help="further arms are measured from so many clients on")
@@ -461,6 +494,7 @@ def main() -> None:
         step_seconds=asked.step,
         steps=asked.steps,
         seed=asked.seed,
+        per_client=asked.per_client,
     )
     asked.out.mkdir(parents=True, exist_ok=True)
     servers = (*analysis.FIXED, analysis.DYNAMIC, *(name for name in asked.extra if name not in FORCED))

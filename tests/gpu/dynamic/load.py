@@ -64,6 +64,8 @@ class Load:
     wanted: Callable[[float], int]
     most: int
     seed: int
+    per_client: int | None = None
+    """So many requests of each client, all clients at once, as SGLang's own client sends them; else until it is over."""
     requests: list[Request] = field(default_factory=list)
     started: float = 0.0
     ended: float = 0.0
@@ -77,7 +79,7 @@ class Load:
     async def _run(self, watch: Callable[[], None]) -> None:
         self._stop = asyncio.Event()
         chance = random.Random(self.seed)
-        begun = self.wanted(0.0)
+        begun = 0 if self.per_client else self.wanted(0.0)
         # Half-way through by equal parts of an answer, in random order: no two clients of a steady load are at the same token.
         parts = [(place + 0.5) / begun for place in range(begun)]
         chance.shuffle(parts)
@@ -88,6 +90,8 @@ class Load:
             for number, seed in enumerate(seeds)
         }
         watching = asyncio.create_task(asyncio.to_thread(watch))
+        if self.per_client:
+            await asyncio.wait(clients, return_when=asyncio.FIRST_EXCEPTION)
         done, _ = await asyncio.wait({watching, *clients}, return_when=asyncio.FIRST_COMPLETED)
         if watching not in done:
             self.broken.set()
@@ -116,15 +120,16 @@ class Load:
         return left
 
     async def _client(self, number: int, part: float, chance: random.Random) -> None:
-        connection = _Connection(self.host, self.port)
+        connection, sent = _Connection(self.host, self.port), 0
         try:
-            while not self._stop.is_set():
+            while not self._stop.is_set() and (self.per_client is None or sent < self.per_client):
                 if number >= self.wanted(time.time() - self.started):
                     await asyncio.sleep(LOOK_SECONDS)
                     continue
                 gone = min(int(part * self.workload.output_len), self.workload.output_len - FEWEST_TOKENS)
                 part = 0.0
                 await self._ask(connection, number, max(0, gone), chance)
+                sent += 1
         finally:
             connection.close()
 

@@ -14,7 +14,7 @@ GROUP of llama and mla, each on triton, acceptance pinned (simulated) by depth:
 llama-flashinfer and mla-flashinfer: the same without shallow, on FlashInfer.
 llama-check and mla-check: one server that runs both verification kernels and ends where they differ.
 tokens and mla-tokens: float32 and exact dots; tokens-baseline, tokens-dynamic, and in the first
-tokens-extend, which verifies by SGLang's kernel. The pair of models/tiny, and MLA of four layers.
+tokens-extend, which verifies by SGLang's kernel. The pair of models/tiny, and MLA of eight layers.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ SERVED = COMMON | {
     "disable-radix-cache": True,
     "max-running-requests": 128,
     "cuda-graph-max-bs-decode": 128,
-    "cuda-graph-bs-prefill": [128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192],
+    "cuda-graph-bs-prefill": [128, 512, 2048, 8192],
     "max-total-tokens": 65536,
     "mem-fraction-static": 0.97,
 }
