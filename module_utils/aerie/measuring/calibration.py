@@ -19,6 +19,7 @@ from typing import Any
 
 from ansible.module_utils.aerie.errors import AerieError
 from ansible.module_utils.aerie.profiling import overhead
+from ansible.module_utils.aerie.serving import server_flags
 from ansible.module_utils.aerie.words import listing
 
 SCHEMA = "aerie-calibration/1"
@@ -498,11 +499,49 @@ def problems(calibration: Mapping[str, Any], there: Situation) -> list[str]:
         if known.get("identity") and model.get("identity") and known["identity"] != model["identity"]:
             found.append(f"the calibration is of another {role} ({known.get('name')}; now {model.get('name')}, other files): {CURE}")
     arm = calibration.get("arm") or {}
-    if dict(arm.get("speculation") or {}) != dict(there.speculation):
+    if _given(arm.get("speculation")) != _given(there.speculation):
         found.append(
             f"the calibration is of arm {arm.get('name')} with {_said(arm.get('speculation'))}, not {_said(there.speculation)}: {CURE}"
         )
+    found += _table_problems(calibration, there)
     return found
+
+
+def _table_problems(calibration: Mapping[str, Any], there: Situation) -> list[str]:
+    """Return why the draft steps by batch size can't be used, if the calibration has them."""
+    value = calibration.get("steps_by_batch")
+    if value is None:
+        return []
+    table = steps_by_batch(calibration)
+    if not table or min(table) != 1:
+        return [
+            f"the calibration's steps_by_batch is {value!r}: it must have draft steps by batch size, from "
+            f"1 on, such as {{'1': 3, '97': 1}}: {CURE}"
+        ]
+    candidates = server_flags.candidate_steps(there.speculation)
+    others = sorted(set(table.values()) - set(candidates))
+    if not others:
+        return []
+    named = f"names {listing(candidates)}" if candidates else "has no candidate_steps"
+    return [f"the calibration's steps_by_batch has {listing(others)} steps, and arm {there.arm} {named}: {CURE}"]
+
+
+def steps_by_batch(calibration: Mapping[str, Any]) -> dict[int, int]:
+    """Return how many steps to draft from each batch size on; empty where nothing of use says so."""
+    value = calibration.get("steps_by_batch")
+    if not isinstance(value, Mapping):
+        return {}
+    table = {str(size): str(steps) for size, steps in value.items()}
+    if not all(word.isdecimal() and int(word) > 0 for entry in table.items() for word in entry):
+        return {}
+    return {int(size): int(table[size]) for size in sorted(table, key=int)}
+
+
+def _given(speculation: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the settings that are not null; the order of candidates makes no difference."""
+    settings = {name: value for name, value in (speculation or {}).items() if value is not None}
+    candidates = server_flags.candidate_steps(settings)
+    return settings | ({"candidate_steps": candidates} if candidates else {})
 
 
 def _said(speculation: Mapping[str, Any] | None) -> str:
