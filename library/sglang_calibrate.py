@@ -302,9 +302,10 @@ def _released(module: AnsibleModule, paths: HostPaths) -> dict[str, Any]:
             home / "profile",
             module.params["api_key"],
         )
-        forced = dynamic_control.state(server).get("force") is not None
+        state = dynamic_control.state(server)
+        forced = dynamic_control.is_forced(state)
         if forced and not module.check_mode:
-            dynamic_control.change(server, dynamic_control.RELEASED)
+            dynamic_control.change(server, dynamic_control.released(state))
     except (OSError, ValueError, KeyError, bench_runner.CellError):
         return {"changed": False}
     return {"changed": forced}
@@ -316,7 +317,7 @@ def _calibrate(module: AnsibleModule, paths: HostPaths) -> dict[str, Any]:
     directory = calibration_request.directory(paths, asked)
     if module.check_mode:
         calibration_request.require_release(paths, asked)
-        return {"changed": True, "msg": calibration_run.would(asked.settings), "run_directory": str(directory)}
+        return {"changed": True, "msg": calibration_run.would(asked.settings, asked.arm), "run_directory": str(directory)}
     renew_if_given(paths.lease, given["lease"])
     job = calibration_request.prepare(paths, asked, before_level=lambda: renew_if_given(paths.lease, given["lease"]))
     place = jobs.new_directory(paths.jobs, "calibrate")
