@@ -72,6 +72,7 @@ def decide(
     most: int,
     buckets: Sequence[int] | None = None,
     seed: int = 1,
+    draws: int = calibration.DRAWS,
 ) -> Decision:
     """Return what the levels of all comparisons give.
 
@@ -82,7 +83,7 @@ def decide(
         deeper, fewer = lacking[0].names
         raise AerieError(f"the calibration gave no figures of {deeper} against {fewer}")
     sizes = calibration.batch_sizes(most, buckets)
-    table = choose_depths(measured, first_steps, sizes, seed)
+    table = choose_depths(measured, first_steps, sizes, seed, draws)
     levels = best_over_plain(measured, table, buckets)
     if not levels:
         raise AerieError(
@@ -91,8 +92,8 @@ def decide(
         )
     return Decision(
         steps_by_batch=table,
-        estimate=calibration.estimate(levels, seed),
-        estimates={comparison: calibration.estimate(levels, seed) for comparison, levels in measured.items()},
+        estimate=calibration.estimate(levels, seed, draws),
+        estimates={comparison: calibration.estimate(levels, seed, draws) for comparison, levels in measured.items()},
     )
 
 
@@ -102,11 +103,11 @@ def decide(
 class _Gains:
     """How much faster one depth is than another, by the fitted curves and by their draws."""
 
-    def __init__(self, measured: Measured, seed: int) -> None:
+    def __init__(self, measured: Measured, seed: int, draws: int) -> None:
         depths = [entry for entry in measured.items() if entry[0].shallower is not None]
         curves = {comparison: calibration.Curve.of(levels) for comparison, levels in depths}
         self._fitted = {comparison: curve.knots for comparison, curve in curves.items()}
-        self._drawn = {comparison: list(curve.drawn(seed + number)) for number, (comparison, curve) in enumerate(curves.items())}
+        self._drawn = {comparison: list(curve.drawn(seed + number, draws)) for number, (comparison, curve) in enumerate(curves.items())}
 
     def fitted(self, steps: int, than: int, size: int) -> float:
         """Return the logarithm of the gain of ``steps`` over ``than`` at a batch size."""
@@ -114,13 +115,14 @@ class _Gains:
         return sign * sum(calibration.value_at(self._fitted[entry], size) for entry in between)
 
     def is_settled(self, steps: int, than: int, size: int) -> bool:
-        """Say whether ``steps`` is faster by enough, and nine of ten draws agree that it is."""
-        if self.fitted(steps, than, size) < math.log1p(LEAST_GAIN):
+        """Say whether ``steps`` is faster by more than :data:`LEAST_GAIN` in nine of ten draws."""
+        least = math.log1p(LEAST_GAIN)
+        if self.fitted(steps, than, size) <= least:
             return False
         sign, between = self._between(steps, than)
         draws = zip(*(self._drawn[comparison] for comparison in between), strict=True)
         gains = [sign * sum(calibration.value_at(knots, size) for knots in draw) for draw in draws]
-        return sum(gain > 0 for gain in gains) >= calibration.CONFIDENCE * len(gains)
+        return sum(gain > least for gain in gains) >= calibration.CONFIDENCE * len(gains)
 
     def _between(self, steps: int, than: int) -> tuple[int, list[Comparison]]:
         low, high = sorted((steps, than))
@@ -128,12 +130,18 @@ class _Gains:
         return (1 if steps > than else -1), inside
 
 
-def choose_depths(measured: Measured, first_steps: int, sizes: Sequence[int], seed: int) -> dict[int, int]:
+def choose_depths(
+    measured: Measured,
+    first_steps: int,
+    sizes: Sequence[int],
+    seed: int = 1,
+    draws: int = calibration.DRAWS,
+) -> dict[int, int]:
     """Return from which batch size on which depth is the fastest.
 
     A batch size keeps the depth of the smaller one unless another depth is settled as faster there.
     """
-    gains = _Gains(measured, seed)
+    gains = _Gains(measured, seed, draws)
     depths = [comparison.deeper for comparison in measured]
     table: dict[int, int] = {}
     current, smaller = first_steps, 0

@@ -402,7 +402,7 @@ def would(settings: Settings, arm: Mapping[str, Any]) -> str:
     depths = [calibration_depths.mode_name(steps) for steps in reversed(candidates)]
     levels = listing(settings.concurrency) if settings.concurrency else "doubling numbers of"
     finer = f", then up to {settings.finer_levels} numbers around the crossover" if settings.finer_levels else ""
-    modes = f"{listing(depths)} and plain decoding" if depths else "plain and speculative decoding"
+    modes = listing([*depths, "plain decoding"]) if depths else "plain and speculative decoding"
     return f"{modes} would be measured in turn at {levels} clients{finer}, in one launch"
 
 
