@@ -10,6 +10,8 @@ description:
   - With O(state=calibrated) loads a running instance whose arm has C(dynamic) with SGLang's own client, at doubling numbers of clients and
     then at finer steps around the crossover. Meanwhile the server is forced to decode plainly and to speculate, in pairs of short windows,
     so that nothing is restarted. At last the thresholds that follow meet those that were in force before, in the same way.
+  - Where the arm's V(speculation) has V(candidate_steps), the modes are its numbers of draft steps and plain decoding. Each is measured
+    against the next one that speculates less.
   - The speed in each window is the server's own, from its log; a small C(decode-log-interval) gives it a fine grain.
   - Files lie below C(calibrations/<run_id>/) on the host; the action plugin brings them to C(<dest>/calibration/<run_id>/<host>/).
   - The work is detached and survives a cut connection; the action plugin shows its progress, and how long it may take yet.
@@ -59,7 +61,7 @@ options:
     elements: int
     default: []
   finer_levels:
-    description: How many more numbers are measured around the crossover at most.
+    description: How many more numbers are measured around the crossover at most, with V(candidate_steps) around each crossover.
     type: int
     default: 4
   seconds:
