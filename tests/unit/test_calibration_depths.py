@@ -331,6 +331,7 @@ def test_table_and_page_name_depths(calibrated):
     text = terminal.render(calibration_report.parts(found), 100)
     assert max(map(len, text.splitlines())) <= 100
     assert "Speculation drafts 3 steps up to" in " ".join(text.split())
+    assert "Every depth has the pinned acceptance length" in " ".join(text.split())
     assert "3 steps" in text
     assert "1 step" in text
     page = _template("calibration.html.j2").render(

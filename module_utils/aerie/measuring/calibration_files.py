@@ -145,13 +145,14 @@ def _add_depths(
     limits: calibration.Thresholds,
 ) -> None:
     """Add the depths and what they rest on to a calibration's result and to the rows of its levels."""
-    depths, proof = decision.steps_by_batch, result["evidence"]
+    depths, proof = decision.steps_by_batch, result.pop("evidence")
     result["steps_by_batch"] = {str(size): steps for size, steps in depths.items()}
     result["adaptive_config"] = calibration_depths.adaptive_config(depths, limits, proof["most"])
     proof["comparisons"] = calibration_depths.evidence(decision)
     for entry in (*proof["levels"], *table):
         size = calibration.padded(entry["concurrency"], proof["batch_sizes"])
         entry["steps"] = decision.steps_at(size)
+    result["evidence"] = proof  # last, since it is the longest
 
 
 def of_records(results: Path, host: str, asked: Mapping[str, Any]) -> dict[str, Any]:

@@ -137,6 +137,12 @@ def remarks(content: Mapping[str, Any]) -> list[str]:
     sentences = []
     if result["acceptance_simulated"]:
         sentences.append("Acceptance is simulated (pinned by the environment): the crossover is the engine's and not a real draft's.")
+        if evidence.get("comparisons"):
+            # SGLang 0.5.15.post1 spec_utils.py, _sample_simulated_acc_len: min(max_len, length)
+            sentences.append(
+                "Every depth has the pinned acceptance length, up to its steps + 1: shallower depths look better than with a real draft, "
+                "which accepts less of a shorter chain. Don't serve by these depths unless traffic has this length at each of them."
+            )
     cost = evidence["switch_ms"]
     # Noise of single changes may be far above what one costs: a mean below zero says that it is too
     # little to see.
