@@ -10,6 +10,8 @@ description:
   - With O(state=calibrated) loads a running instance whose arm has C(dynamic) with SGLang's own client, at doubling numbers of clients and
     then at finer steps around the crossover. Meanwhile the server is forced to decode plainly and to speculate, in pairs of short windows,
     so that nothing is restarted. At last the thresholds that follow meet those that were in force before, in the same way.
+  - Where the arm's V(speculation) has V(candidate_steps), the modes are its numbers of draft steps and plain decoding. Each is measured
+    against the next one that speculates less.
   - The speed in each window is the server's own, from its log; a small C(decode-log-interval) gives it a fine grain.
   - Files lie below C(calibrations/<run_id>/) on the host; the action plugin brings them to C(<dest>/calibration/<run_id>/<host>/).
   - The work is detached and survives a cut connection; the action plugin shows its progress, and how long it may take yet.
@@ -59,7 +61,7 @@ options:
     elements: int
     default: []
   finer_levels:
-    description: How many more numbers are measured around the crossover at most.
+    description: How many more numbers are measured around the crossover at most, with V(candidate_steps) around each crossover.
     type: int
     default: 4
   seconds:
@@ -302,9 +304,10 @@ def _released(module: AnsibleModule, paths: HostPaths) -> dict[str, Any]:
             home / "profile",
             module.params["api_key"],
         )
-        forced = dynamic_control.state(server).get("force") is not None
+        state = dynamic_control.state(server)
+        forced = dynamic_control.is_forced(state)
         if forced and not module.check_mode:
-            dynamic_control.change(server, dynamic_control.RELEASED)
+            dynamic_control.change(server, dynamic_control.released(state))
     except (OSError, ValueError, KeyError, bench_runner.CellError):
         return {"changed": False}
     return {"changed": forced}
@@ -316,7 +319,7 @@ def _calibrate(module: AnsibleModule, paths: HostPaths) -> dict[str, Any]:
     directory = calibration_request.directory(paths, asked)
     if module.check_mode:
         calibration_request.require_release(paths, asked)
-        return {"changed": True, "msg": calibration_run.would(asked.settings), "run_directory": str(directory)}
+        return {"changed": True, "msg": calibration_run.would(asked.settings, asked.arm), "run_directory": str(directory)}
     renew_if_given(paths.lease, given["lease"])
     job = calibration_request.prepare(paths, asked, before_level=lambda: renew_if_given(paths.lease, given["lease"]))
     place = jobs.new_directory(paths.jobs, "calibrate")

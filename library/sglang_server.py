@@ -39,6 +39,7 @@ options:
       - The arm. Written as a name, the action plugin takes it from O(arms).
       - Its keys are V(name), V(description), V(speculation), V(dynamic), V(flags), V(environment) and V(options), a list of names from the
         options of O(gpu_table).
+      - With V(speculation.candidate_steps) SGLang chooses its number of draft steps from a file of this module, C(adaptive.json).
     type: dict
   arms:
     description: All arms by name, for the action plugin to choose O(arm) from.
@@ -85,6 +86,7 @@ options:
   calibration:
     description:
       - Where plain decoding begins to win, for an arm with C(dynamic.threshold) V(auto), as M(sglang_calibrate) writes it.
+        Its V(steps_by_batch), if it has one, says how many steps to draft at each batch size.
         One of another host, release, model or draft setting is refused.
     type: dict
     default: {}

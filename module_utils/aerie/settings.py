@@ -131,7 +131,8 @@ def check_arms(arms: Mapping[str, Any], catalog: Collection[str], options: Colle
             yield f"{where} is {arm!r}: it must be a mapping with {listing(ARM_KEYS)}"
             continue
         yield from _keys(where, arm, ARM_KEYS)
-        yield from check_flags(f"{where}.flags", arm.get("flags"))
+        owned = server_flags.owned_flags(arm.get("speculation"))
+        yield from check_flags(f"{where}.flags", arm.get("flags"), owned)
         yield from check_environment(f"{where}.environment", arm.get("environment"))
         asked = arm.get("options")
         if asked is not None and not isinstance(asked, list):
@@ -140,7 +141,7 @@ def check_arms(arms: Mapping[str, Any], catalog: Collection[str], options: Colle
             yield from (f"{where}.{gpu_settings.unknown_option(name, options)}" for name in asked if name not in options)
         speculation = arm.get("speculation")
         if speculation is not None and not isinstance(speculation, Mapping):
-            yield f"{where}.speculation is {speculation!r}: it must be null or a mapping with {listing(server_flags.SPECULATION_FLAGS)}"
+            yield f"{where}.speculation is {speculation!r}: it must be null or a mapping with {listing(server_flags.SPECULATION_KEYS)}"
             continue
         yield from (f"{where}.{problem}" for problem in server_flags.speculation_problems(speculation))
         yield from (f"{where}.{problem}" for problem in server_flags.dynamic_problems(arm.get("dynamic"), speculation))
@@ -152,7 +153,7 @@ def check_arms(arms: Mapping[str, Any], catalog: Collection[str], options: Colle
             yield f"{where}.speculation.draft_model: {_not_in(draft, catalog, 'sglang_models_catalog')}"
 
 
-def check_instances(instances: Mapping[str, Any], arms: Collection[str], catalog: Collection[str]) -> Iterator[str]:
+def check_instances(instances: Mapping[str, Any], arms: Mapping[str, Any], catalog: Collection[str]) -> Iterator[str]:
     """Each instance has known keys, an arm and a model that exist, and GPUs that are numbers."""
     for name, instance in instances.items():
         where = f"sglang_server_instances.{name}"
@@ -170,7 +171,10 @@ def check_instances(instances: Mapping[str, Any], arms: Collection[str], catalog
         gpus = instance.get("gpus")
         if gpus is not None and not _are_gpus(gpus):
             yield f"{where}.gpus is {gpus!r}: it must be a list of different GPU numbers, such as [0, 1], or null (the first ones)"
-        yield from check_flags(f"{where}.flags", instance.get("flags"))
+        arm = arms.get(str(instance.get("arm")))
+        speculation = arm.get("speculation") if isinstance(arm, Mapping) else None
+        owned = server_flags.owned_flags(speculation)
+        yield from check_flags(f"{where}.flags", instance.get("flags"), owned)
         yield from check_environment(f"{where}.environment", instance.get("environment"))
 
 
@@ -253,7 +257,7 @@ def check_exposure(instances: Mapping[str, Any], api_key: str | None) -> Iterato
             yield from launch_checks.exposure_problems(name, str(host), api_key)
 
 
-def check_flags(where: str, flags: Any) -> Iterator[str]:
+def check_flags(where: str, flags: Any, owned: Mapping[str, str] = server_flags.OWNED) -> Iterator[str]:
     """Flags are a mapping of names; one that has a setting of its own is set there. Their values are the release's parser to judge."""
     if flags is None:
         return
@@ -263,7 +267,7 @@ def check_flags(where: str, flags: Any) -> Iterator[str]:
     spellings: dict[str, Any] = {}
     for flag, value in flags.items():
         name = server_flags.plain(str(flag))
-        if cure := server_flags.OWNED.get(name):
+        if cure := owned.get(name):
             yield f"{where}.{flag}: {cure} and leave the flag out"
         dest = launch_checks.PARALLEL_FLAGS.get(name, name)
         if dest in spellings:

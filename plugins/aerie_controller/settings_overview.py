@@ -14,7 +14,7 @@ from aerie_controller import PROJECT  # noqa: F401  makes ansible.module_utils.a
 from ansible.module_utils.aerie import settings as settings_check
 from ansible.module_utils.aerie.measuring import experiment
 from ansible.module_utils.aerie.releases import versions
-from ansible.module_utils.aerie.serving import launch_checks
+from ansible.module_utils.aerie.serving import launch_checks, server_flags
 from ansible.module_utils.aerie.words import listing
 
 from . import experiment_duration
@@ -57,7 +57,9 @@ def _speculation(arm: Any) -> str:
         return "none"
     numbers = [speculation[key] for key in ("steps", "topk", "draft_tokens") if speculation.get(key) is not None]
     shape = "/".join(str(number) for number in numbers)
-    words = [str(speculation["algorithm"]), shape, "dynamic" if arm.get("dynamic") else ""]
+    candidates = server_flags.candidate_steps(speculation)
+    depths = f"of {', '.join(map(str, candidates))} steps" if candidates else ""
+    words = [str(speculation["algorithm"]), shape, depths, "dynamic" if arm.get("dynamic") else ""]
     return " ".join(word for word in words if word)
 
 

@@ -5,6 +5,8 @@
 It decodes for as many clients as the file ``clients`` in the state directory says. A step takes STEP_MS with speculation, which accepts 2.4
 tokens, and a share of it plainly, so that both are as fast with CROSSOVER clients. Without it,
 each ``/generate`` is five steps in the mode that is due. The file ``stubborn`` keeps it from obeying, ``leaky`` makes one step more.
+With the file ``depths``, it can draft 3 steps too, which are as fast as 1 step with DEPTH_CROSSOVER clients. Settings that it does not know
+are refused.
 """
 
 from __future__ import annotations
@@ -21,6 +23,9 @@ PORT, STATE_DIRECTORY = int(sys.argv[1]), Path(sys.argv[2])
 MOST, CROSSOVER, STEEP = 16, 6.0, 0.25
 STEPS, STEP_MS, ACCEPTED = 10, 3.0, 2.4
 SETTINGS = {"high": 0, "low": 0, "force": None}
+if (STATE_DIRECTORY / "depths").exists():
+    SETTINGS["num_steps"] = None
+DEPTH_CROSSOVER = 2.5
 STEPS_MADE = {"plain": 0, "speculative": 0}
 MODE = ["speculative"]
 DRAWS = random.Random(3)
@@ -54,6 +59,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         state = {"mode": MODE[0], "steps": dict(STEPS_MADE), "refused": "it is stubborn", "switches": 0, **SETTINGS}
+        if "num_steps" in SETTINGS:
+            state |= {"candidate_steps": [1, 3], "num_steps_now": SETTINGS["num_steps"] or 3}
         internal = {"effective_max_running_requests_per_dp": MOST, "speculative_dynamic": state}
         self.answer({"disable_cuda_graph": True, "internal_states": [internal]})
 
@@ -67,9 +74,10 @@ class Handler(BaseHTTPRequestHandler):
                     STEPS_MADE["speculative"] += 1
             self.answer({})
             return
-        obeys = not (STATE_DIRECTORY / "stubborn").exists()
+        changes = body["server_args"]["speculative_dynamic"]
+        obeys = not (STATE_DIRECTORY / "stubborn").exists() and changes.keys() <= SETTINGS.keys()
         if obeys:
-            SETTINGS.update(body["server_args"]["speculative_dynamic"])
+            SETTINGS.update(changes)
         with (STATE_DIRECTORY / "told.jsonl").open("a") as told:
             told.write(json.dumps(body["server_args"]["speculative_dynamic"]) + "\n")
         self.answer([obeys])
@@ -89,9 +97,13 @@ def decode() -> None:
         MODE[0] = wanted(batch)
         gain = (CROSSOVER / batch) ** STEEP
         step_ms, accepted = (STEP_MS, ACCEPTED) if MODE[0] == "speculative" else (STEP_MS * gain / ACCEPTED, 1.0)
+        forced = SETTINGS["force"], SETTINGS.get("num_steps")
+        if MODE[0] == "speculative" and forced[1] == 3:
+            step_ms /= (DEPTH_CROSSOVER / batch) ** STEEP
         step_ms *= DRAWS.uniform(0.98, 1.02)
         for _ in range(STEPS):
-            if wanted(batch) != MODE[0]:  # the rest of the line is in the other mode
+            # The rest of the line is in the other mode
+            if wanted(batch) != MODE[0] or forced != (SETTINGS["force"], SETTINGS.get("num_steps")):
                 break
             time.sleep(step_ms / 1000)
             STEPS_MADE[MODE[0]] += 1

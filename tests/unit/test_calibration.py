@@ -276,10 +276,12 @@ if __name__ == "__main__":
 class Lab:
     """A host's root with an instance that a fake server serves."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, depths: bool = False) -> None:
         self.paths = HostPaths(root)
         self.state = self.paths.instance("main")
         self.state.mkdir(parents=True)
+        if depths:
+            (self.state / "depths").touch()
         (self.state / "server.log").touch()
         with socket.create_server(("127.0.0.1", 0)) as listener:
             self.port = int(listener.getsockname()[1])
@@ -294,7 +296,7 @@ class Lab:
     def run_directory(self) -> Path:
         return self.paths.root / "calibrations/r1"
 
-    def run(self, before: dict[str, int] | None = None, **changes: Any) -> dict[str, Any]:
+    def run(self, before: dict[str, int] | None = None, arm: dict[str, Any] = ARM, **changes: Any) -> dict[str, Any]:
         workload = {"dataset": "random-ids", "input_len": 8, "output_len": 16}
         settings = replace(calibration_run.Settings((1, 4, 16), 1, 1.2, 0.2, 1, workload, True, 60), **changes)
         release = {"id": "0.5.23-abc", "sglang_version": "0.5.23", "patch_sets": [{"name": "dynamic_speculation", "sha256": "ab"}]}
@@ -302,7 +304,7 @@ class Lab:
             "run_id": "r1",
             "host": "gpu-01",
             "started": "2026-11-29T10:00:00Z",
-            "arm": ARM,
+            "arm": arm,
             "acceptance_simulated": True,
             "argv": ["python", "-m", "sglang.launch_server"],
             "environment": {},

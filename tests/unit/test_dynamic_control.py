@@ -72,7 +72,6 @@ REFUSALS = [
     ({"pp_size": 2}, "pipeline"),
     ({"enable_lora": True}, "LoRA"),
     ({"lora_paths": ["a=/b"]}, "LoRA"),
-    ({"speculative_adaptive": True}, "leave one of them out"),
     ({"enable_two_batch_overlap": True}, "two batches"),
     ({"disaggregation_mode": "decode"}, "prefill and decode apart"),
     ({"speculative_dynamic_disable_threshold": "-1"}, "a number of requests, 0 or more, or auto"),

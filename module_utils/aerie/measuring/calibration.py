@@ -12,13 +12,14 @@ import math
 import random
 import statistics
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
 
 from ansible.module_utils.aerie.errors import AerieError
 from ansible.module_utils.aerie.profiling import overhead
+from ansible.module_utils.aerie.serving import server_flags
 from ansible.module_utils.aerie.words import listing
 
 SCHEMA = "aerie-calibration/1"
@@ -194,19 +195,11 @@ def from_records(records: Iterable[Mapping[str, Any]], plain: str, speculative: 
 
 def estimate(levels: Iterable[Level], seed: int = 1, draws: int = DRAWS) -> Estimate:
     """Return the crossover of ``levels`` with its interval; needs one level at least, each with one pair at least."""
-    ordered = sorted(levels, key=lambda one: one.concurrency)
-    if not ordered:
-        raise AerieError("no level was measured, so no crossover can be estimated")
-    places = [math.log(one.concurrency) for one in ordered]
-    logs = [[math.log(pair) for pair in one.pairs] for one in ordered]
-    spreads = _spreads(logs)
-    weights = [len(values) / spread**2 for values, spread in zip(logs, spreads, strict=True)]
-    means = [statistics.fmean(values) for values in logs]
-    knots = _fit(places, means, weights)
-    verdict, at = _crossing(knots)
-    chances, low, high = _bootstrap(places, logs, spreads, weights, seed, draws)
+    curve = Curve.of(levels)
+    verdict, at = _crossing(curve.knots)
+    chances, low, high = _bootstrap(curve, seed, draws)
     points = []
-    for one, values, spread, mean in zip(ordered, logs, spreads, means, strict=True):
+    for one, values, spread, mean in zip(curve.levels, curve.logs, curve.spreads, curve.means, strict=True):
         reach = _factor(len(values)) * spread / math.sqrt(len(values)) if len(values) > 1 else None
         points.append(
             Point(
@@ -214,7 +207,7 @@ def estimate(levels: Iterable[Level], seed: int = 1, draws: int = DRAWS) -> Esti
                 ratio=math.exp(mean),
                 low=None if reach is None else math.exp(mean - reach),
                 high=None if reach is None else math.exp(mean + reach),
-                fitted=math.exp(_value(knots, math.log(one.concurrency))),
+                fitted=math.exp(value_at(curve.knots, one.concurrency)),
                 pairs=len(values),
                 plain_tok_s=one.plain_tok_s,
                 speculative_tok_s=one.speculative_tok_s,
@@ -222,6 +215,65 @@ def estimate(levels: Iterable[Level], seed: int = 1, draws: int = DRAWS) -> Esti
             )
         )
     return Estimate(verdict, at, low, high, chances, tuple(points))
+
+
+Knots = Sequence[tuple[float, float]]
+"""Points of a curve: logarithms of the number of requests and of the speed-up."""
+
+
+@dataclass(frozen=True)
+class Curve:
+    """The levels of one comparison in order, and the falling curve that is nearest to them."""
+
+    levels: tuple[Level, ...]
+    places: tuple[float, ...]
+    logs: tuple[tuple[float, ...], ...]
+    spreads: tuple[float, ...]
+    weights: tuple[float, ...]
+    means: tuple[float, ...]
+    knots: Knots
+
+    @classmethod
+    def of(cls, levels: Iterable[Level]) -> Curve:
+        """Fit the curve; needs one level at least, each with one pair at least."""
+        ordered = tuple(sorted(levels, key=lambda level: level.concurrency))
+        if not ordered:
+            raise AerieError("no level was measured, so no crossover can be estimated")
+        places = tuple(math.log(level.concurrency) for level in ordered)
+        logs = tuple(tuple(math.log(pair) for pair in level.pairs) for level in ordered)
+        spreads = tuple(_spreads(logs))
+        weights = tuple(len(values) / spread**2 for values, spread in zip(logs, spreads, strict=True))
+        means = tuple(statistics.fmean(values) for values in logs)
+        return cls(ordered, places, logs, spreads, weights, means, _fit(places, means, weights))
+
+    def drawn(self, seed: int, draws: int = DRAWS) -> Iterator[Knots]:
+        """Yield the curves of a bootstrap: pairs are drawn again within each level.
+
+        Means of few redrawn pairs lie closer together than those of new measurements would: they
+        are set apart by as much as Student's t asks for, and by the level's spread as it is taken
+        to be. A single pair is drawn around itself.
+        """
+        chance = random.Random(seed)
+        normal = statistics.NormalDist().inv_cdf(0.5 + CONFIDENCE / 2)
+        wider = []
+        for values, spread in zip(self.logs, self.spreads, strict=True):
+            own = statistics.pstdev(values)
+            wider.append(MONOTONE * _factor(len(values)) / normal * (spread / own if own > 1e-9 else 0.0))
+        for _ in range(draws):
+            means = []
+            levels = zip(self.logs, self.means, self.spreads, wider, strict=True)
+            for values, mean, spread, width in levels:
+                if width:
+                    again = statistics.fmean(chance.choices(values, k=len(values)))
+                    means.append(mean + (again - mean) * width)
+                else:
+                    means.append(mean + MONOTONE * chance.gauss(0, spread / math.sqrt(len(values))))
+            yield _fit(self.places, means, self.weights)
+
+
+def value_at(knots: Knots, requests: int) -> float:
+    """Return the logarithm of the speed-up with so many requests."""
+    return _value(knots, math.log(requests))
 
 
 def _spreads(logs: Sequence[Sequence[float]]) -> list[float]:
@@ -237,9 +289,6 @@ def _spreads(logs: Sequence[Sequence[float]]) -> list[float]:
 
 def _factor(pairs: int) -> float:
     return overhead.t_quantile(pairs - 1 + SHARED_DEGREES)
-
-
-Knots = Sequence[tuple[float, float]]
 
 
 def _fit(places: Sequence[float], values: Sequence[float], weights: Sequence[float]) -> Knots:
@@ -280,31 +329,11 @@ def _crossing(knots: Knots) -> tuple[str, float | None]:
     return (ALWAYS, None) if place is None else (CROSSES, math.exp(place))
 
 
-def _bootstrap(
-    places: Sequence[float], logs: Sequence[Sequence[float]], spreads: Sequence[float], weights: Sequence[float], seed: int, draws: int
-) -> tuple[dict[str, float], float | None, float | None]:
-    """Return how often each verdict came, and the interval of the crossover: pairs are drawn again within each level.
-
-    Means of few redrawn pairs lie closer together than those of new measurements would: they are set apart by as much as Student's t
-    asks for, and by the level's spread as it is taken to be. A single pair is drawn around itself.
-    """
-    chance = random.Random(seed)
-    normal = statistics.NormalDist().inv_cdf(0.5 + CONFIDENCE / 2)
+def _bootstrap(curve: Curve, seed: int, draws: int) -> tuple[dict[str, float], float | None, float | None]:
+    """Return how often each verdict came, and the interval of the crossover."""
     found: list[float] = []
-    means = [statistics.fmean(values) for values in logs]
-    wider = []
-    for values, spread in zip(logs, spreads, strict=True):
-        own = statistics.pstdev(values)
-        wider.append(MONOTONE * _factor(len(values)) / normal * (spread / own if own > 1e-9 else 0.0))
-    for _ in range(draws):
-        drawn = []
-        for values, mean, spread, width in zip(logs, means, spreads, wider, strict=True):
-            if width:
-                again = statistics.fmean(chance.choices(values, k=len(values)))
-                drawn.append(mean + (again - mean) * width)
-            else:
-                drawn.append(mean + MONOTONE * chance.gauss(0, spread / math.sqrt(len(values))))
-        verdict, at = _crossing(_fit(places, drawn, weights))
+    for knots in curve.drawn(seed, draws):
+        verdict, at = _crossing(knots)
         found.append({NEVER: 0.0, ALWAYS: math.inf}.get(verdict, at or 0.0))
     found.sort()
     ends = [found[round((draws - 1) * part)] for part in ((1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2)]
@@ -356,7 +385,7 @@ def thresholds(found: Estimate, most: int, buckets: Sequence[int] | None = None)
         return Thresholds(most, most)
     if found.verdict == NEVER or found.at is None:
         return Thresholds(0, 0)
-    sizes = sorted({one for one in buckets or range(1, most + 1) if one <= most} | {most})
+    sizes = batch_sizes(most, buckets)
     knots = [(math.log(point.concurrency), math.log(point.fitted)) for point in found.points]
     gain, loss = (_meets(knots, math.log1p(part)) for part in (TOLERANCE, -TOLERANCE))
     lower = max(found.low or 0.0, math.exp(gain) if gain is not None else 0.0)
@@ -369,6 +398,11 @@ def thresholds(found: Estimate, most: int, buckets: Sequence[int] | None = None)
     if low >= high:
         low = _largest(sizes, high - 1)
     return Thresholds(high, low or high)
+
+
+def batch_sizes(most: int, buckets: Sequence[int] | None) -> list[int]:
+    """Return the sizes that a batch can have after padding, up to ``most`` requests."""
+    return sorted({size for size in buckets or range(1, most + 1) if size <= most} | {most})
 
 
 def _largest(sizes: Sequence[int], end: float) -> int:
@@ -498,11 +532,49 @@ def problems(calibration: Mapping[str, Any], there: Situation) -> list[str]:
         if known.get("identity") and model.get("identity") and known["identity"] != model["identity"]:
             found.append(f"the calibration is of another {role} ({known.get('name')}; now {model.get('name')}, other files): {CURE}")
     arm = calibration.get("arm") or {}
-    if dict(arm.get("speculation") or {}) != dict(there.speculation):
+    if _given(arm.get("speculation")) != _given(there.speculation):
         found.append(
             f"the calibration is of arm {arm.get('name')} with {_said(arm.get('speculation'))}, not {_said(there.speculation)}: {CURE}"
         )
+    found += _table_problems(calibration, there)
     return found
+
+
+def _table_problems(calibration: Mapping[str, Any], there: Situation) -> list[str]:
+    """Return why the draft steps by batch size can't be used, if the calibration has them."""
+    value = calibration.get("steps_by_batch")
+    if value is None:
+        return []
+    table = steps_by_batch(calibration)
+    if not table or min(table) != 1:
+        return [
+            f"the calibration's steps_by_batch is {value!r}: it must have draft steps by batch size, from "
+            f"1 on, such as {{'1': 3, '97': 1}}: {CURE}"
+        ]
+    candidates = server_flags.candidate_steps(there.speculation)
+    others = sorted(set(table.values()) - set(candidates))
+    if not others:
+        return []
+    named = f"names {listing(candidates)}" if candidates else "has no candidate_steps"
+    return [f"the calibration's steps_by_batch has {listing(others)} steps, and arm {there.arm} {named}: {CURE}"]
+
+
+def steps_by_batch(calibration: Mapping[str, Any]) -> dict[int, int]:
+    """Return how many steps to draft from each batch size on; empty where nothing of use says so."""
+    value = calibration.get("steps_by_batch")
+    if not isinstance(value, Mapping):
+        return {}
+    table = {str(size): str(steps) for size, steps in value.items()}
+    if not all(word.isdecimal() and int(word) > 0 for entry in table.items() for word in entry):
+        return {}
+    return {int(size): int(table[size]) for size in sorted(table, key=int)}
+
+
+def _given(speculation: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the settings that are not null; the order of candidates makes no difference."""
+    settings = {name: value for name, value in (speculation or {}).items() if value is not None}
+    candidates = server_flags.candidate_steps(settings)
+    return settings | ({"candidate_steps": candidates} if candidates else {})
 
 
 def _said(speculation: Mapping[str, Any] | None) -> str:

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ansible.module_utils.aerie.errors import AerieError
-from ansible.module_utils.aerie.measuring import bench_runner, calibration
+from ansible.module_utils.aerie.measuring import bench_runner, calibration, calibration_depths
 from ansible.module_utils.aerie.measuring.calibration import PLAIN, SPECULATIVE
 from ansible.module_utils.aerie.profiling import overhead, profile_levels
 from ansible.module_utils.aerie.words import listing
@@ -65,7 +65,9 @@ def read(run: Path) -> dict[str, Any]:
     launch = _json(run / LAUNCH)
     places = [path.parent for path in run.glob(f"*/{OUTCOME}")]
     outcomes = {path: _json(path / OUTCOME) for path in places}
-    forced = [path for path in places if outcomes[path]["modes"] == [SPECULATIVE, PLAIN]]
+    comparisons = calibration_depths.comparisons(launch.get("candidate_steps") or ())
+    compared = [list(comparison.names) for comparison in comparisons] or [[SPECULATIVE, PLAIN]]
+    forced = [path for path in places if outcomes[path]["modes"] in compared]
     confirmed = [path for path in places if path not in forced]
     by_level = sorted(forced, key=lambda path: int(outcomes[path]["concurrency"]))
     levels = {path: one for path in by_level if (one := level(path))}
@@ -77,30 +79,80 @@ def read(run: Path) -> dict[str, Any]:
     if not levels:
         said = str(failures[0]["reason"]).splitlines()[0] if failures else "no windows were measured"
         raise AerieError(f"the calibration gave no figures: {said}")
-    found = calibration.estimate(levels.values(), int(launch["settings"]["seed"]))
+    decision = None
+    if comparisons:
+        measured = {
+            comparison: [levels[path] for path in levels if outcomes[path]["modes"] == list(comparison.names)] for comparison in comparisons
+        }
+        decision = _decide(launch, measured, failures)
+    found = decision.estimate if decision else calibration.estimate(levels.values(), int(launch["settings"]["seed"]))
+    # What a change between two depths costs does not count: thresholds change to and from plain decoding.
+    with_plain = [path for path in levels if outcomes[path]["modes"][1] == PLAIN]
     costs: dict[str, list[float]] = {}
-    for path in levels:
+    for path in with_plain:
         for state, values in switches(path).items():
-            costs.setdefault(state, []).extend(values)
-    nearest = min(levels, key=lambda path: abs(int(outcomes[path]["concurrency"]) - (found.at or found.points[-1].concurrency)))
-    steps = [value for mode in (PLAIN, SPECULATIVE) if (value := step_ms(nearest, mode))]
+            costs.setdefault(PLAIN if state == PLAIN else SPECULATIVE, []).extend(values)
+    nearest = min(with_plain, key=lambda path: abs(int(outcomes[path]["concurrency"]) - (found.at or found.points[-1].concurrency)))
+    steps = [value for mode in outcomes[nearest]["modes"] if (value := step_ms(nearest, mode))]
     most, sizes = int(launch["most"]), launch["batch_sizes"]
     limits = calibration.thresholds(found, most, sizes)
     pause = calibration.dwell(costs, statistics.fmean(steps) if steps else None)
     about = _about(launch) | {"adaptive_config": _adaptive(launch, limits, most)}
     evidence = {"source": calibration.ONE_SERVER, "most": most, "batch_sizes": sizes, "workload": launch["settings"]["workload"]}
+    result = calibration.result(found, limits, pause, about, evidence)
+    table = rows(found, launch.get("before"), limits, sizes)
+    sentence = calibration.sentence(found)
+    if decision:
+        _add_depths(result, table, decision, limits)
+        sentence += f" {calibration_depths.sentence(decision.steps_by_batch)}"
     return {
         "schema": SCHEMA,
-        "calibration": calibration.result(found, limits, pause, about, evidence),
-        "sentence": calibration.sentence(found),
+        "calibration": result,
+        "sentence": sentence,
         "before": launch.get("before"),
-        "table": rows(found, launch.get("before"), limits, sizes),
+        "table": table,
         "confirmed": [_confirmed(path, outcomes[path]) for path in sorted(confirmed, key=lambda path: int(outcomes[path]["concurrency"]))],
         "failures": sorted(failures, key=lambda failure: int(failure["concurrency"])),
         "settings": launch["settings"],
         "argv": launch["argv"],
         "environment": launch["environment"],
     }
+
+
+def _decide(
+    launch: Mapping[str, Any],
+    measured: calibration_depths.Measured,
+    failures: Sequence[Mapping[str, Any]],
+) -> calibration_depths.Decision:
+    """Return depths and crossover; where a comparison has no figures, say what failed."""
+    try:
+        return calibration_depths.decide(
+            measured,
+            int(launch["arm"]["speculation"]["steps"]),
+            int(launch["most"]),
+            launch["batch_sizes"],
+            int(launch["settings"]["seed"]),
+        )
+    except AerieError as error:
+        reasons = [str(failure["reason"]).splitlines()[0] for failure in failures[:1]]
+        raise AerieError(": ".join([str(error), *reasons])) from error
+
+
+def _add_depths(
+    result: dict[str, Any],
+    table: list[dict[str, Any]],
+    decision: calibration_depths.Decision,
+    limits: calibration.Thresholds,
+) -> None:
+    """Add the depths and what they rest on to a calibration's result and to the rows of its levels."""
+    depths, proof = decision.steps_by_batch, result.pop("evidence")
+    result["steps_by_batch"] = {str(size): steps for size, steps in depths.items()}
+    result["adaptive_config"] = calibration_depths.adaptive_config(depths, limits, proof["most"])
+    proof["comparisons"] = calibration_depths.evidence(decision)
+    for entry in (*proof["levels"], *table):
+        size = calibration.padded(entry["concurrency"], proof["batch_sizes"])
+        entry["steps"] = decision.steps_at(size)
+    result["evidence"] = proof  # last, since it is the longest
 
 
 def of_records(results: Path, host: str, asked: Mapping[str, Any]) -> dict[str, Any]:

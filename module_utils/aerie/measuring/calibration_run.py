@@ -1,5 +1,7 @@
 """One server, calibrated: at each number of clients, windows of plain and of speculative decoding under one load. Standard library only.
 
+Where the arm names candidate_steps, each number of draft steps is a mode of its own, and modes are compared with their neighbours.
+
 The levels of a first look, then finer steps around the crossover as it shows itself, then the thresholds before and after against each
 other. Nothing is restarted in between: the mode is forced over /set_internal_state. Afterwards nothing is forced, whatever happens.
 """
@@ -16,9 +18,17 @@ from typing import Any
 
 from ansible.module_utils.aerie import files
 from ansible.module_utils.aerie.errors import AerieError
-from ansible.module_utils.aerie.measuring import bench_clients, bench_runner, calibration, calibration_files, dynamic_control
+from ansible.module_utils.aerie.measuring import (
+    bench_clients,
+    bench_runner,
+    calibration,
+    calibration_depths,
+    calibration_files,
+    dynamic_control,
+)
 from ansible.module_utils.aerie.measuring.bench_runner import CellError, Server, ServerDiedError
 from ansible.module_utils.aerie.measuring.calibration import PLAIN, SPECULATIVE
+from ansible.module_utils.aerie.measuring.calibration_depths import Comparison
 from ansible.module_utils.aerie.profiling import overhead, preloaded_client, profile_levels
 from ansible.module_utils.aerie.profiling.decode_load import (
     READY_SECONDS,
@@ -29,6 +39,7 @@ from ansible.module_utils.aerie.profiling.decode_load import (
     warm_up,
     window_seconds,
 )
+from ansible.module_utils.aerie.serving import server_flags
 from ansible.module_utils.aerie.words import listing
 
 FORCED_SECONDS = 15.0
@@ -76,6 +87,14 @@ class Modes:
     told: Mapping[str, Mapping[str, Any]]
     forced: bool
 
+    @classmethod
+    def of_depths(cls, comparison: Comparison) -> Modes:
+        """Return the two modes of a comparison, each with its number of draft steps."""
+        told = {}
+        for name, steps in zip(comparison.names, (comparison.deeper, comparison.shallower), strict=True):
+            told[name] = {"force": SPECULATIVE if steps else PLAIN, "num_steps": steps}
+        return cls(*comparison.names, told, forced=True)
+
 
 FORCED = Modes(SPECULATIVE, PLAIN, {mode: {"force": mode} for mode in (SPECULATIVE, PLAIN)}, forced=True)
 
@@ -90,7 +109,7 @@ def run(job: Job, tell: Callable[[str, int, int], None]) -> dict[str, Any]:
             raise AerieError(str(error)) from error
         finally:
             with contextlib.suppress(CellError):
-                dynamic_control.change(job.server, dynamic_control.RELEASED)
+                dynamic_control.release(job.server)
 
 
 class _Sweep:
@@ -108,28 +127,28 @@ class _Sweep:
         self._done = 0
         self._outcomes: list[dict[str, Any]] = []
         self._levels: list[calibration.Level] = []
+        self._comparisons = calibration_depths.comparisons(depths_to_measure(job.definition["arm"], state))
+        self._measured: dict[Comparison, list[calibration.Level]] = {comparison: [] for comparison in self._comparisons}
+        self._done_names: set[str] = set()
         self._died: str | None = None
 
     def run(self) -> dict[str, Any]:
         job = self._job
         profile_levels.set_aside(job.directory)
         job.directory.mkdir(parents=True)
-        about = {"most": self._most, "batch_sizes": self._sizes, "before": job.before}
+        about: dict[str, Any] = {"most": self._most, "batch_sizes": self._sizes, "before": job.before}
+        if self._comparisons:
+            about["candidate_steps"] = [comparison.deeper for comparison in self._comparisons]
         files.write_json(job.directory / calibration_files.LAUNCH, {**job.definition, **about})
         environment = bench_runner.client_environment(job.client_environment, job.server.api_key)
         with preloaded_client.Clients.open(job.client, environment, job.directory / "client-import.log") as clients:
-            for level in self._wanted:
-                self._measure(clients, level, FORCED, f"c{level}")
-            for _ in range(job.settings.finer_levels):
-                if not self._levels or self._died:
-                    break
-                found = calibration.estimate(self._levels, job.settings.seed)
-                finer = calibration.next_level(found, self._most, self._sizes)
-                if finer is None:
-                    break
-                self._measure(clients, finer, FORCED, f"c{finer}")
-            if job.settings.confirm and self._levels and not self._died:
-                self._confirm(clients)
+            if self._comparisons:
+                self._compare_depths(clients)
+            else:
+                self._compare_modes(clients)
+            estimate = self._estimate()
+            if job.settings.confirm and estimate and not self._died:
+                self._confirm(clients, estimate)
         return {
             "levels": self._outcomes,
             "levels_failed": sum(outcome["status"] != bench_runner.COMPLETED for outcome in self._outcomes),
@@ -137,22 +156,88 @@ class _Sweep:
             "changed": True,
         }
 
-    def _confirm(self, clients: preloaded_client.Clients) -> None:
+    def _estimate(self) -> calibration.Estimate | None:
+        """Return the crossover with plain decoding by what was measured so far."""
+        if self._comparisons:
+            decision = self._decision()
+            return decision.estimate if decision else None
+        return calibration.estimate(self._levels, self._job.settings.seed) if self._levels else None
+
+    def _decision(self) -> calibration_depths.Decision | None:
+        """Return the depths and the crossover by what was measured so far; None where figures lack."""
+        steps = int(self._job.definition["arm"]["speculation"]["steps"])
+        try:
+            return calibration_depths.decide(self._measured, steps, self._most, self._sizes, self._job.settings.seed)
+        except AerieError:
+            return None
+
+    def _compare_modes(self, clients: preloaded_client.Clients) -> None:
+        """Measure speculation against plain decoding at the levels of a first look, then at finer ones around the crossover."""
+        for level in self._wanted:
+            self._measure(clients, level, FORCED, f"c{level}")
+        for _ in range(self._job.settings.finer_levels):
+            estimate = self._estimate()
+            if estimate is None or self._died:
+                break
+            finer = calibration.next_level(estimate, self._most, self._sizes)
+            if finer is None:
+                break
+            self._measure(clients, finer, FORCED, f"c{finer}")
+
+    def _compare_depths(self, clients: preloaded_client.Clients) -> None:
+        """Measure every comparison at the levels of a first look, then finer ones around each crossover."""
+        for level in self._wanted:
+            for comparison in self._comparisons:
+                self._compare(clients, level, comparison)
+        for comparison in self._comparisons:
+            for _ in range(self._job.settings.finer_levels):
+                decision = self._decision()
+                if decision is None or self._died or not self._refine(clients, decision, comparison):
+                    break
+
+    def _refine(self, clients: preloaded_client.Clients, decision: calibration_depths.Decision, comparison: Comparison) -> bool:
+        """Measure the level that tells most about a crossover; return False where there is none left."""
+        with_plain = comparison.shallower is None
+        estimate = decision.estimate if with_plain else decision.estimates[comparison]
+        level = calibration.next_level(estimate, self._most, self._sizes)
+        if level is None:
+            return False
+        if with_plain:
+            size = calibration.padded(level, self._sizes)
+            needed = calibration_depths.comparisons_to_plain(self._comparisons, decision.steps_by_batch, size)
+        else:
+            needed = [comparison]
+            if level > calibration.thresholds(decision.estimate, self._most, self._sizes).high:
+                return False  # plain decoding is faster there than any depth
+        new = [entry for entry in needed if _name_of(level, entry) not in self._done_names]
+        for entry in new:
+            self._compare(clients, level, entry)
+        return bool(new)
+
+    def _compare(self, clients: preloaded_client.Clients, level: int, comparison: Comparison) -> None:
+        self._measure(clients, level, Modes.of_depths(comparison), _name_of(level, comparison), comparison)
+
+    def _confirm(self, clients: preloaded_client.Clients, found: calibration.Estimate) -> None:
         """Meet the thresholds before and after in pairs of windows, where they choose different modes and on either side of that."""
-        found = calibration.estimate(self._levels, self._job.settings.seed)
         after = calibration.thresholds(found, self._most, self._sizes)
         before = calibration.Thresholds(**(self._job.before or {"high": self._most, "low": self._most}))
         if after == before:
             return
-        told = {BEFORE: {**asdict(before), "force": None}, AFTER: {**asdict(after), "force": None}}
+        decision = self._decision() if self._comparisons else None
         for level in calibration.levels_to_confirm(found.points, before, after, self._sizes, CONFIRMED_LEVELS):
+            depth = {"num_steps": decision.steps_at(calibration.padded(level, self._sizes))} if decision else {}
+            told = {BEFORE: {**asdict(before), "force": None, **depth}, AFTER: {**asdict(after), "force": None, **depth}}
             self._measure(clients, level, Modes(AFTER, BEFORE, told, forced=False), f"confirm-c{level}")
 
-    def _measure(self, clients: preloaded_client.Clients, level: int, modes: Modes, name: str) -> None:
+    def _measure(
+        self, clients: preloaded_client.Clients, level: int, modes: Modes, name: str, comparison: Comparison | None = None
+    ) -> None:
+        self._done_names.add(name)
         directory = self._job.directory / name
         directory.mkdir()
         self._job.before_level()
         label = f"c={level}" + ("" if modes.forced else "  before and after")
+        label += f"  {modes.first} and {modes.second}" if comparison else ""
         if not self._outcomes:  # else the line would hide what became of the level before
             self._say(f"{label}  warming up, 1 of about {self._expected()}")
         outcome: dict[str, Any] = {"concurrency": level, "status": bench_runner.COMPLETED, "reason": None, "started": _now()}
@@ -169,7 +254,7 @@ class _Sweep:
         self._done += 1
         found = calibration_files.level(directory)
         if modes.forced and found:
-            self._levels.append(found)
+            (self._measured[comparison] if comparison else self._levels).append(found)
         left = (time.monotonic() - self._started) / self._done * max(self._expected() - self._done, 0)
         after = f"  left ~{int(left // 60):02d}:{int(left % 60):02d}" if left else ""
         self._say(f"{label}  {_in_words(outcome, found)}{after}")
@@ -177,8 +262,9 @@ class _Sweep:
     def _expected(self) -> int:
         """Return about how many levels there will be: finer steps and a confirmation only where there is a crossover."""
         settings = self._job.settings
-        planned = len(self._wanted) + (CONFIRMED_LEVELS if settings.confirm else 0)
-        return max(planned + settings.finer_levels, self._done)
+        confirmed = CONFIRMED_LEVELS if settings.confirm else 0
+        each = len(self._wanted) + settings.finer_levels
+        return max(each * max(len(self._comparisons), 1) + confirmed, self._done)
 
     def _say(self, said: str) -> None:
         self._tell(f"{self._job.definition['arm']['name']} {said}", self._done, self._expected())
@@ -232,11 +318,22 @@ def _windows(job: Job, modes: Modes, states: Sequence[str], length: float, watch
         changed = time.time()
         if modes.forced:
             told = f"forced to be {mode}, the server is not after {FORCED_SECONDS:g} s"
-            watch.until(lambda: dynamic_control.state(job.server).get("mode") == mode, FORCED_SECONDS, lambda: told)  # noqa: B023
+            watch.until(lambda: _is_in(dynamic_control.state(job.server), modes.told[mode]), FORCED_SECONDS, lambda: told)  # noqa: B023
         start = time.time()
         watch.sleep(start + length)
         windows.append({"pair": number // 2, "state": mode, "start": start, "end": time.time(), "changed": changed})
     return windows
+
+
+def _is_in(state: Mapping[str, Any], told: Mapping[str, Any]) -> bool:
+    """Say whether the server does what it was told; its depth only where it reports one."""
+    steps = told.get("num_steps")
+    return state.get("mode") == told["force"] and steps in (None, state.get("num_steps_now", steps))
+
+
+def _name_of(level: int, comparison: Comparison) -> str:
+    """Return the directory of a comparison's files at one level."""
+    return f"c{level}-{comparison.names[0].replace(' ', '-')}"
 
 
 def _in_words(outcome: Mapping[str, Any], found: calibration.Level | None) -> str:
@@ -245,7 +342,7 @@ def _in_words(outcome: Mapping[str, Any], found: calibration.Level | None) -> st
     if found is None or not found.plain_tok_s or not found.speculative_tok_s:
         return "no throughput told"
     ratio = found.speculative_tok_s / found.plain_tok_s
-    names = ("speculative", "plain") if SPECULATIVE in outcome["modes"] else (AFTER, BEFORE)
+    names = outcome["modes"]
     return f"{names[0]} {found.speculative_tok_s:.0f} tok/s  {names[1]} {found.plain_tok_s:.0f} tok/s  {ratio:.3f}×"
 
 
@@ -283,11 +380,30 @@ def describe(settings: Settings) -> dict[str, Any]:
     return asdict(settings) | {"concurrency": list(settings.concurrency), "workload": dict(settings.workload)}
 
 
-def would(settings: Settings) -> str:
+def depths_to_measure(arm: Mapping[str, Any], state: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the numbers of draft steps to compare; none where the arm names no candidate_steps.
+
+    A server that has adaptive speculation by flags alone chooses its depth itself, as always.
+    """
+    candidates = server_flags.candidate_steps(arm.get("speculation"))
+    offered = state.get("candidate_steps") or []
+    if lacking := [steps for steps in candidates if steps not in offered]:
+        raise AerieError(
+            f"arm {arm.get('name')} has candidate_steps {listing(candidates)}, and the server can't be "
+            f"forced to draft {listing(lacking)} (it offers {listing(offered)}): does its log say that "
+            "adaptive speculation was disabled? Else run playbooks/patch.yml for the present patch set"
+        )
+    return candidates
+
+
+def would(settings: Settings, arm: Mapping[str, Any]) -> str:
     """Say what would be measured."""
+    candidates = server_flags.candidate_steps(arm.get("speculation"))
+    depths = [calibration_depths.mode_name(steps) for steps in reversed(candidates)]
     levels = listing(settings.concurrency) if settings.concurrency else "doubling numbers of"
     finer = f", then up to {settings.finer_levels} numbers around the crossover" if settings.finer_levels else ""
-    return f"plain and speculative decoding would be measured in turn at {levels} clients{finer}, in one launch"
+    modes = listing([*depths, "plain decoding"]) if depths else "plain and speculative decoding"
+    return f"{modes} would be measured in turn at {levels} clients{finer}, in one launch"
 
 
 def _now() -> str:

@@ -17,7 +17,6 @@ from ansible.module_utils.aerie.measuring.bench_runner import CellError, Server,
 
 STATE = "speculative_dynamic"
 PLAIN, SPECULATIVE = "plain", "speculative"
-RELEASED: Mapping[str, Any] = {"force": None}
 
 
 def info(server: Server) -> dict[str, Any]:
@@ -52,6 +51,24 @@ def state(server: Server) -> dict[str, Any]:
             f"the server tells nothing of {STATE}: start it with patch set dynamic_speculation in the release and an arm that has `dynamic`"
         )
     return found
+
+
+def released(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the change that forces nothing any more, for a server with the state ``found``.
+
+    Servers that can't force a number of steps refuse a setting that they don't know.
+    """
+    return {"force": None} | ({"num_steps": None} if "num_steps" in found else {})
+
+
+def is_forced(found: Mapping[str, Any]) -> bool:
+    """Say whether a mode or a number of steps is forced."""
+    return found.get("force") is not None or found.get("num_steps") is not None
+
+
+def release(server: Server) -> None:
+    """Let the server decide again what it does."""
+    change(server, released(state(server)))
 
 
 def change(server: Server, changes: Mapping[str, Any]) -> None:
@@ -94,12 +111,15 @@ class Modes:
 
     def enter(self, mode: str) -> None:
         """Decode in ``mode`` from the next step on; ``policy`` leaves it to the server."""
-        change(self._server, {"force": mode} if mode in (PLAIN, SPECULATIVE) else RELEASED)
+        if mode in (PLAIN, SPECULATIVE):
+            change(self._server, {"force": mode})
+        else:
+            release(self._server)
 
     def leave(self) -> None:
         """Force nothing any more. A server that is gone has nothing forced."""
         with contextlib.suppress(CellError):
-            change(self._server, RELEASED)
+            release(self._server)
 
     def require(self, mode: str, before: Mapping[str, Any] | None, after: Mapping[str, Any] | None) -> None:
         """Raise CellError unless the server decoded in ``mode`` only."""

@@ -564,6 +564,8 @@ def _speculation(value: Any) -> str:
     if not isinstance(value, Mapping):
         return str(value) if value else "none"
     details = [f"{key.replace('_', ' ')} {value[key]}" for key in ("steps", "topk", "draft_tokens") if value.get(key) is not None]
+    if candidates := value.get("candidate_steps"):
+        details.append(f"candidate steps {words.listing(candidates)}")
     return ", ".join([str(value.get("algorithm", "speculation")), *details])
 
 

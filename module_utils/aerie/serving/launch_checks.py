@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import errno
 import ipaddress
+import json
 import socket
 from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from ansible.module_utils.aerie import processes
@@ -48,6 +50,12 @@ PATCH_SWITCHES_OFF = ("", "0")
 
 DYNAMIC_PATCH_SET = "dynamic_speculation"
 DYNAMIC_SINCE = ">=0.5.14"
+ADAPTIVE_SINCE = ">=0.5.13"
+"""SGLang versions whose adaptive speculation has slots by batch size."""
+
+ADAPTIVE_ENDS_WITH = ("enable_dp_attention", "enable_multi_layer_eagle", "enable_two_batch_overlap", "enable_pdmux")
+"""Flags with which SGLang turns adaptive speculation off, and only logs that.
+Source: adaptive_spec_params.py of 0.5.15.post1 and 0.5.23, adaptive_unsupported_reason."""
 
 MAX_RUNNING_REQUESTS = 48
 """Requests that run at once with speculation, where nothing is said. Source: arg_groups/speculative_hook.py."""
@@ -176,8 +184,92 @@ def dynamic_release_problems(release: Mapping[str, Any]) -> Iterator[str]:
         yield f"dynamic: release {release['id']} was verified before it got patch set {DYNAMIC_PATCH_SET}: run playbooks/patch.yml again"
 
 
-def dynamic_problems(flags: Mapping[str, Any], draft: Config | None, environment: Mapping[str, str]) -> Iterator[str]:
-    """Yield why a server with these flags (by dest) can't turn speculation off and on; the server itself refuses the same, but later."""
+def adaptive_release_problems(parser: server_flags.Parser) -> Iterator[str]:
+    """Yield why the release can't choose its number of draft steps by batch size."""
+    version = Version.parse(parser.version)
+    if version not in Specifier.parse(ADAPTIVE_SINCE) or not parser.find(server_flags.ADAPTIVE_CONFIG_FLAG):
+        yield (
+            f"speculation.candidate_steps: SGLang {version.text} can't choose the number of draft steps by "
+            "batch size: take 0.5.13 or newer (sglang_release_version), or leave candidate_steps out"
+        )
+
+
+def adaptive_problems(flags: Mapping[str, Any]) -> Iterator[str]:
+    """Yield why SGLang would ignore ``candidate_steps`` with these flags (by dest)."""
+    for dest in ADAPTIVE_ENDS_WITH:
+        if flags.get(dest):
+            flag = dest.replace("_", "-")
+            yield (
+                f"speculation.candidate_steps has no effect with {flag}, which turns SGLang's adaptive "
+                f"speculation off: leave out candidate_steps or {flag}"
+            )
+    if not flags.get("enable_dp_attention") and _number(flags, "attn_dp_size", 1) > 1:
+        yield (
+            "speculation.candidate_steps has no effect with attn-dp-size above 1, which turns SGLang's "
+            "adaptive speculation off: leave out candidate_steps or attn-dp-size"
+        )
+
+
+def _steps_in_file(path: Path) -> list[int]:
+    """Return every number of draft steps in a file of --speculative-adaptive-config.
+
+    Raise OSError or ValueError where SGLang could not read it.
+    """
+    content = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(content, Mapping):
+        raise ValueError("it is no JSON object")
+    # SGLang 0.5.15 adaptive_spec_params.py, _load_adaptive_config: only keys of digits are slots.
+    slots = {key: slot for key, slot in content.items() if key.isdigit()}
+    if not slots:
+        raise ValueError('it has no batch size, such as {"1": {"candidate_steps": [3]}}')
+    depths: list[int] = []
+    for key, slot in slots.items():
+        steps = slot.get("candidate_steps") if isinstance(slot, Mapping) else None
+        if not isinstance(steps, list) or not all(isinstance(number, int) for number in steps):
+            raise ValueError(f"{key} has no candidate_steps, a list of whole numbers")
+        depths += steps
+    return depths
+
+
+def _dynamic_adaptive_problems(flags: Mapping[str, Any], directory: Path) -> Iterator[str]:
+    """Yield why adaptive speculation, set by hand, can't choose the depth beside ``dynamic``.
+
+    Its step 0 verifies one token where ``dynamic`` decodes, and SGLang's default table has step 0.
+    A relative path counts from ``directory``, in which the server runs.
+    """
+    fix = "set the arm's speculation.candidate_steps instead of speculative-adaptive"
+    config = flags.get("speculative_adaptive_config")
+    if not config:
+        yield (
+            "dynamic speculation decodes without speculation itself, and the default table of "
+            f"speculative-adaptive has step 0 for that: {fix}"
+        )
+        return
+    path = directory / str(config)
+    try:
+        depths = _steps_in_file(path)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        yield f"speculative-adaptive-config {path} can't be read ({reason}): correct it, or {fix}"
+        return
+    if 0 in depths:
+        yield (
+            f"speculative-adaptive-config {path} has step 0, and dynamic speculation decodes without "
+            f"speculation itself: take 0 out of its candidate_steps, or {fix}"
+        )
+
+
+def dynamic_problems(
+    flags: Mapping[str, Any],
+    draft: Config | None,
+    environment: Mapping[str, str],
+    adaptive: Mapping[str, Any] | None = None,
+    directory: Path = Path(),
+) -> Iterator[str]:
+    """Yield why a server with these flags (by dest) can't turn speculation off and on; the server itself refuses the same, but later.
+
+    ``adaptive`` are the slots that an arm's candidate_steps give; they never have step 0.
+    """
     threshold = flags.get("speculative_dynamic_disable_threshold")
     if threshold is None:
         return
@@ -201,8 +293,8 @@ def dynamic_problems(flags: Mapping[str, Any], draft: Config | None, environment
         yield f"dynamic speculation is not for pipeline parallelism: set pp-size to 1, and tp-size instead (is {flags['pp_size']})"
     if flags.get("enable_lora") or flags.get("lora_paths"):
         yield "dynamic speculation was not tried with LoRA: leave out enable-lora and lora-paths"
-    if flags.get("speculative_adaptive") and not flags.get("speculative_adaptive_config"):
-        yield "dynamic speculation and speculative-adaptive both change how many tokens are drafted: leave one of them out"
+    if flags.get("speculative_adaptive") and not adaptive:
+        yield from _dynamic_adaptive_problems(flags, directory)
     if flags.get("enable_two_batch_overlap"):
         yield "dynamic speculation was not tried with two batches overlapped: leave out enable-two-batch-overlap"
     if str(flags.get("disaggregation_mode") or "null") != "null" or flags.get("enable_pdmux"):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ SPECULATION_FLAGS = {
     "topk": "speculative-eagle-topk",
     "draft_tokens": "speculative-num-draft-tokens",
 }
+SPECULATION_KEYS = (*SPECULATION_FLAGS, "candidate_steps")
 CHAIN_ALGORITHMS = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE")
 """Algorithms that draft in steps, so that steps, topk and draft tokens belong together."""
 
@@ -36,6 +37,13 @@ NEEDS_DRAFT = ("EAGLE3", "STANDALONE", "DFLASH")
 """Algorithms without a draft layer in the target's checkpoint. arg_groups/speculative_hook.py ends a server without a draft model."""
 OTHER_NAMES = {"MTP": "NEXTN", "EAGLE-3": "EAGLE3", "EAGLE2": "EAGLE"}
 """What papers and model cards call an algorithm, and SGLang's name of it."""
+
+ADAPTIVE_FLAG = "speculative-adaptive"
+ADAPTIVE_CONFIG_FLAG = "speculative-adaptive-config"
+ADAPTIVE_ALGORITHMS = ("EAGLE", "EAGLE3")
+"""Algorithms whose number of draft steps can change at run time. SGLang 0.5.15.post1
+adaptive_spec_params.py, adaptive_unsupported_reason: with any other it stays silently fixed."""
+FEWEST_CANDIDATES = 2
 
 DYNAMIC_FLAG = "speculative-dynamic-disable-threshold"
 DYNAMIC_VARIABLE = "AERIE_DYNAMIC_SETTINGS"
@@ -51,6 +59,17 @@ OWNED = {
     "enable-metrics": "it is always on",
 } | {flag: f"set the arm's speculation.{key}" for key, flag in SPECULATION_FLAGS.items()}
 """Flags that have a setting of their own, and which."""
+
+OWNED_WITH_CANDIDATES = dict.fromkeys(
+    (ADAPTIVE_FLAG, ADAPTIVE_CONFIG_FLAG),
+    "the arm's speculation.candidate_steps sets it: set candidate_steps alone",
+)
+"""Flags that ``candidate_steps`` sets, so that nothing else may set them beside it."""
+
+
+def owned_flags(speculation: Any) -> Mapping[str, str]:
+    """Return the flags that have a setting of their own in an arm with ``speculation``, and which."""
+    return OWNED | OWNED_WITH_CANDIDATES if candidate_steps(speculation) else OWNED
 
 
 @dataclass(frozen=True)
@@ -171,9 +190,9 @@ def plain(name: str) -> str:
     return name.strip().lstrip("-").replace("_", "-")
 
 
-def command_line(parser: Parser, layers: Iterable[Layer]) -> CommandLine:
+def command_line(parser: Parser, layers: Iterable[Layer], owned_flags: Mapping[str, str] = OWNED) -> CommandLine:
     """Merge ``layers`` and check every flag against ``parser``; all problems come back at once, none is raised."""
-    owned = {found[1].dest: cure for flag, cure in OWNED.items() if (found := parser.find(flag))}
+    owned = {found[1].dest: cure for flag, cure in owned_flags.items() if (found := parser.find(flag))}
     settings: dict[str, tuple[str, Argument, Any, Layer]] = {}
     origins: dict[str, str] = {}
     problems: list[str] = []
@@ -317,8 +336,8 @@ def speculation_problems(speculation: Mapping[str, Any] | None) -> Iterator[str]
     if not speculation:
         return
     for key in speculation:
-        if key not in SPECULATION_FLAGS:
-            yield f"speculation.{key}: no such setting{near(key, SPECULATION_FLAGS)}"
+        if key not in SPECULATION_KEYS:
+            yield f"speculation.{key}: no such setting{near(key, SPECULATION_KEYS)}"
     algorithm = str(speculation.get("algorithm") or "").upper()
     if not algorithm:
         yield "speculation.algorithm is missing: name one, such as EAGLE3, or set speculation to null"
@@ -329,6 +348,8 @@ def speculation_problems(speculation: Mapping[str, Any] | None) -> Iterator[str]
     wrong = [key for key, number in numbers.items() if number is not None and not (_is_whole(number) and int(number) > 0)]
     for key in wrong:
         yield f"speculation.{key}: needs a whole number above 0, got {numbers[key]!r}"
+    if speculation.get("candidate_steps") is not None:
+        yield from _candidate_problems(speculation, algorithm)
     if wrong or algorithm not in CHAIN_ALGORITHMS:
         return
     missing = [key for key, number in numbers.items() if number is None]
@@ -340,6 +361,71 @@ def speculation_problems(speculation: Mapping[str, Any] | None) -> Iterator[str]
     if topk == 1 and draft_tokens != steps + 1:
         cure = f"set draft_tokens to {steps + 1} (is {draft_tokens}) or steps to {draft_tokens - 1} (is {steps})"
         yield f"speculation: topk 1 drafts a chain, whose draft_tokens are steps + 1: {cure}"
+
+
+def _candidate_problems(speculation: Mapping[str, Any], algorithm: str) -> Iterator[str]:
+    """Yield why SGLang can't choose between the ``candidate_steps`` of a speculation."""
+    where, value = "speculation.candidate_steps", speculation["candidate_steps"]
+    if not isinstance(value, list) or not all(_is_whole(steps) and int(steps) > 0 for steps in value):
+        yield f"{where}: needs a list of whole numbers above 0, such as [1, 3], got {value!r}"
+        return
+    candidates = [int(steps) for steps in value]
+    if len(set(candidates)) != len(candidates):
+        yield f"{where}: {value} names a number twice: write each once"
+    elif len(candidates) < FEWEST_CANDIDATES:
+        yield f"{where}: {value} leaves nothing to choose: name two or more numbers, or leave it out"
+    steps, topk = speculation.get("steps"), speculation.get("topk")
+    if _is_whole(steps) and int(str(steps)) not in candidates:
+        yield f"{where}: {value} must contain steps ({steps}): add it, or set steps to one of them"
+    if _is_whole(topk) and int(str(topk)) != 1:
+        yield f"{where}: only chains change their number of steps: set speculation.topk to 1 (is {topk})"
+    if algorithm in ALGORITHMS and algorithm not in ADAPTIVE_ALGORITHMS:
+        yield (
+            f"{where}: {algorithm} drafts a fixed number of steps: set speculation.algorithm to "
+            f"{listing(ADAPTIVE_ALGORITHMS, last='or')}, or leave candidate_steps out"
+        )
+
+
+def candidate_steps(speculation: Any) -> tuple[int, ...]:
+    """Return the numbers of draft steps that a checked ``speculation`` lets SGLang choose from, sorted.
+
+    Empty where the number is fixed, or ``candidate_steps`` is no list of numbers.
+    """
+    value = speculation.get("candidate_steps") if isinstance(speculation, Mapping) else None
+    if not isinstance(value, list) or not all(_is_whole(steps) for steps in value):
+        return ()
+    return tuple(sorted(int(steps) for steps in value))
+
+
+def adaptive_config(candidates: Sequence[int], steps_by_batch: Mapping[Any, Any] | None = None) -> dict[str, dict[str, list[int]]]:
+    """Return the content of ``--speculative-adaptive-config``; empty without candidates.
+
+    A calibration's ``steps_by_batch`` gives a slot with a single candidate for each of its batch
+    sizes, so that SGLang has nothing to choose. Otherwise one slot has all of them, and SGLang
+    chooses by the observed acceptance.
+    """
+    if not candidates:
+        return {}
+    if not steps_by_batch:
+        return {"1": {"candidate_steps": sorted(candidates)}}
+    sizes = sorted(steps_by_batch, key=int)
+    return {str(size): {"candidate_steps": [int(steps_by_batch[size])]} for size in sizes}
+
+
+def initial_speculation(speculation: Mapping[str, Any], config: Mapping[str, Mapping[str, Sequence[int]]]) -> dict[str, Any]:
+    """Return ``speculation`` with steps and draft tokens that the slots of ``config`` allow.
+
+    SGLang refuses a --speculative-num-steps that is in no slot.
+    """
+    slots = [slot["candidate_steps"] for slot in config.values()]
+    if not slots or int(speculation["steps"]) in {steps for slot in slots for steps in slot}:
+        return dict(speculation)
+    return {**speculation, "steps": slots[0][0], "draft_tokens": slots[0][0] + 1}
+
+
+def adaptive_flags(path: str) -> dict[str, Any]:
+    """Return the flags with which SGLang reads its adaptive configuration from ``path``."""
+    return {ADAPTIVE_FLAG: True, ADAPTIVE_CONFIG_FLAG: path}
 
 
 def unknown_algorithm(algorithm: str) -> str:

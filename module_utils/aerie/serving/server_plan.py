@@ -113,6 +113,8 @@ class Plan:
     """The rules and options of the GPU settings that are in force, each with what it sets."""
     calibration: Mapping[str, Any] | None = None
     """What the server reads its thresholds from; None where its arm names them, or has none."""
+    adaptive: Mapping[str, Any] = field(default_factory=dict)
+    """From which numbers of draft steps SGLang chooses, by batch size; empty where it is fixed."""
 
     @property
     def directory(self) -> Path:
@@ -132,6 +134,9 @@ class Plan:
             files[self.secret] = (secret_text(self.endpoint.api_key), 0o600)
         if self.calibration:
             files[calibration_path(self.directory)] = (json.dumps(self.calibration, indent=1, sort_keys=True) + "\n", 0o644)
+        if self.adaptive:
+            text = json.dumps(self.adaptive, indent=1) + "\n"
+            files[adaptive_path(self.directory)] = (text, 0o644)
         return files
 
     @property
@@ -142,6 +147,11 @@ class Plan:
 def calibration_path(directory: Path) -> Path:
     """Return the file from which the server reads its thresholds."""
     return directory / "calibration.json"
+
+
+def adaptive_path(directory: Path) -> Path:
+    """Return the file from which SGLang reads which numbers of draft steps it may choose."""
+    return directory / "adaptive.json"
 
 
 def secret_path(directory: Path) -> Path:
@@ -234,6 +244,10 @@ def plan(host: Host, request: Request) -> Plan:
     if dynamic and not parser.find(server_flags.DYNAMIC_FLAG):
         problems += [f"arm {arm_name}: {problem}" for problem in launch_checks.dynamic_release_problems(release)]
         dynamic = None
+    adaptive = _adaptive(request)
+    if adaptive:
+        found = launch_checks.adaptive_release_problems(parser)
+        problems += [f"arm {arm_name}: {problem}" for problem in found]
     target = _model(request, str(request.instance["model"]), f"instance {request.name}", problems)
     draft_name = (speculation or {}).get("draft_model")
     draft = _model(request, str(draft_name), f"arm {arm_name}: speculation", problems) if draft_name else None
@@ -273,9 +287,11 @@ def plan(host: Host, request: Request) -> Plan:
         server_flags.Layer(f"profile {request.profile.get('name', '')}", request.profile.get("flags") or {}, owner=True),
     ]
     common = [server_flags.Layer("sglang_server_flags", request.flags), server_flags.Layer("this launch", request.launch_flags)]
+    initial = server_flags.initial_speculation(speculation or {}, adaptive)
     own = [
-        server_flags.Layer(f"arm {arm_name}", server_flags.speculation_flags(speculation, draft["path"] if draft else None), owner=True),
+        server_flags.Layer(f"arm {arm_name}", server_flags.speculation_flags(initial, draft["path"] if draft else None), owner=True),
         server_flags.Layer(f"arm {arm_name}: dynamic", server_flags.dynamic_flags(dynamic), owner=True),
+        *_adaptive_layers(host.paths, request, parser, adaptive),
         server_flags.Layer(f"arm {arm_name}", request.arm.get("flags") or {}),
         server_flags.Layer(f"instance {request.name}", request.instance.get("flags") or {}),
     ]
@@ -283,7 +299,7 @@ def plan(host: Host, request: Request) -> Plan:
     needed = server_flags.Layer("GPU settings", chosen.flags, owner=True)
     options = server_flags.Layer(f"arm {arm_name}: options", chosen.option_flags, owner=True)
     layers = [*given, needed, *common, options, *own]
-    line = server_flags.command_line(parser, layers)
+    line = server_flags.command_line(parser, layers, server_flags.owned_flags(speculation))
     problems += line.problems
     warnings += line.warnings
     problems += [f"arm {arm_name}: {problem}" for problem in chosen.problems]
@@ -302,13 +318,26 @@ def plan(host: Host, request: Request) -> Plan:
         pair = f"arm {arm_name}: draft {draft_name}"
         problems += launch_checks.draft_backend_problems(pair, line.values, facts.attention)
         problems += launch_checks.draft_quantization_problems(pair, line.values, facts.quantization)
-    found = launch_checks.dynamic_problems(line.values, draft["config"] if draft else None, environment)
+    found = launch_checks.dynamic_problems(
+        line.values,
+        draft["config"] if draft else None,
+        environment,
+        adaptive,
+        host.paths.instance(request.name),
+    )
     problems += [f"arm {arm_name}: {problem}" for problem in found]
+    # With dynamic, the same flags were refused above.
+    if adaptive and not dynamic:
+        found = launch_checks.adaptive_problems(line.values)
+        problems += [f"arm {arm_name}: {problem}" for problem in found]
     if speculation:
         warnings += launch_checks.nextn_memory_warnings(
             Version.parse(parser.version), str(speculation.get("algorithm") or "").upper(), environment
         )
-        warnings += launch_checks.graph_batch_warnings(line.values, speculation.get("draft_tokens"))
+        # Every number of steps has CUDA graphs of its own; the largest one's hold the most tokens.
+        depths = [steps for slot in adaptive.values() for steps in slot["candidate_steps"]]
+        draft_tokens = max(depths) + 1 if depths else speculation.get("draft_tokens")
+        warnings += launch_checks.graph_batch_warnings(line.values, draft_tokens)
     models = {
         name: {"path": model["path"], "identity": model.get("identity")} for name, model in (("target", target), ("draft", draft)) if model
     }
@@ -331,11 +360,34 @@ def plan(host: Host, request: Request) -> Plan:
         definition=canonical_hash(
             {"argv": argv, "environment": environment, "release": _sources(release), "models": models, "api_key": key_hash}
             | ({"calibration": request.calibration} if request.is_calibrated else {})
+            | ({"adaptive": adaptive} if adaptive else {})
         ),
         warnings=tuple(warnings),
         gpu_settings=tuple(chosen.applied(parser, line.values, environment)),
         calibration=request.calibration if request.is_calibrated else None,
+        adaptive=adaptive,
     )
+
+
+def _adaptive(request: Request) -> dict[str, dict[str, list[int]]]:
+    """Return the slots of adaptive speculation: the calibration's, or one with all candidates."""
+    candidates = server_flags.candidate_steps(request.arm.get("speculation"))
+    table = calibration.steps_by_batch(request.calibration) if request.is_calibrated else {}
+    return server_flags.adaptive_config(candidates, table)
+
+
+def _adaptive_layers(
+    paths: HostPaths,
+    request: Request,
+    parser: server_flags.Parser,
+    adaptive: Mapping[str, Any],
+) -> list[server_flags.Layer]:
+    """Return the flags of adaptive speculation, for a release that has them."""
+    if not adaptive or not parser.find(server_flags.ADAPTIVE_CONFIG_FLAG):
+        return []
+    flags = server_flags.adaptive_flags(str(adaptive_path(paths.instance(request.name))))
+    arm_name = request.arm.get("name") or request.instance.get("arm")
+    return [server_flags.Layer(f"arm {arm_name}: candidate_steps", flags, owner=True)]
 
 
 def _calibration_problems(

@@ -122,6 +122,8 @@ def render_calibration(found: Mapping[str, Any]) -> str:
             shares=plots.kept(found, "kept"),
             swatches=[plots.swatch(index) for index in range(3)],
             limits=calibration_words.limits,
+            mode=calibration_words.mode,
+            names=calibration_words.names,
             remarks=calibration_words.remarks(found),
         ).rstrip()
         + "\n"

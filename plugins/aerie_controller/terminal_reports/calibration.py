@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from aerie_controller import PROJECT  # noqa: F401  makes ansible.module_utils.aerie importable
 
 # isort: split
-from ansible.module_utils.aerie.measuring import calibration
+from ansible.module_utils.aerie.measuring import calibration, calibration_depths
 from ansible.module_utils.aerie.profiling import overhead
 
 from ..figures import NONE, interval, number_or_none
@@ -27,6 +27,10 @@ def _report(content: Mapping[str, Any]) -> Iterator[Part]:
     arm, release = result["arm"]["name"], result["release"]
     yield heading(f"calibration · {result['host']} · arm {arm} · {release} · run {result['run_id']}")
     yield _levels(content)
+    if comparisons := result["evidence"].get("comparisons"):
+        yield gap()
+        yield paragraph("Each mode against the next one that speculates less, in pairs of windows under one load")
+        yield _comparisons(comparisons)
     yield gap()
     yield paragraph(content["sentence"])
     yield paragraph(
@@ -51,11 +55,44 @@ def _levels(content: Mapping[str, Any]) -> Part:
             f"{level['ratio']:.3f}×",
             interval(level),
             str(level["pairs"]),
-            *(text for when in ("before", "after") for text in (short(row[when]["mode"]), share(row[when]["of_better"]))),
+            *(text for when in ("before", "after") for text in (short(mode(row, when)), share(row[when]["of_better"]))),
         )
         for level, row in zip(levels, content["table"], strict=True)
     ]
     return table(figures(*names, *judged), rows)
+
+
+def _comparisons(comparisons: Sequence[Mapping[str, Any]]) -> Part:
+    rows = [_comparison_row(names(comparison), level) for comparison in comparisons for level in comparison["levels"]]
+    return table(figures("requests", "mode", "tok/s", "against", "tok/s", "gain", "90 %", "n"), rows)
+
+
+def _comparison_row(modes: tuple[str, str], level: Mapping[str, Any]) -> tuple[str, ...]:
+    deeper, fewer = modes
+    return (
+        str(level["concurrency"]),
+        deeper,
+        number_or_none(level["deeper_tok_s"]),
+        fewer,
+        number_or_none(level["shallower_tok_s"]),
+        f"{level['ratio']:.3f}×",
+        interval(level),
+        str(level["pairs"]),
+    )
+
+
+def names(comparison: Mapping[str, Any]) -> tuple[str, str]:
+    """Return the two modes of a comparison in words."""
+    deeper, fewer = comparison["deeper"], comparison["shallower"] or None
+    return calibration_depths.mode_name(deeper), calibration_depths.mode_name(fewer)
+
+
+def mode(row: Mapping[str, Any], when: str) -> str:
+    """Return the mode of a level before or after; the depth only after, since the one before is not known."""
+    chosen: str = row[when]["mode"]
+    if when == "after" and chosen == calibration.SPECULATIVE and "steps" in row:
+        return calibration_depths.mode_name(row["steps"])
+    return chosen
 
 
 def short(mode: str) -> str:
@@ -100,6 +137,12 @@ def remarks(content: Mapping[str, Any]) -> list[str]:
     sentences = []
     if result["acceptance_simulated"]:
         sentences.append("Acceptance is simulated (pinned by the environment): the crossover is the engine's and not a real draft's.")
+        if evidence.get("comparisons"):
+            # SGLang 0.5.15.post1 spec_utils.py, _sample_simulated_acc_len: min(max_len, length)
+            sentences.append(
+                "Every depth has the pinned acceptance length, up to its steps + 1: shallower depths look better than with a real draft, "
+                "which accepts less of a shorter chain. Don't serve by these depths unless traffic has this length at each of them."
+            )
     cost = evidence["switch_ms"]
     # Noise of single changes may be far above what one costs: a mean below zero says that it is too
     # little to see.
