@@ -284,10 +284,14 @@ def test_a_plain_steps_token_is_counted_as_a_verifications_tokens_are(sources):
     assert "if self.accept_lens is not None" in copies, "a plain step has none"
 
 
+def allocation(sources: Sources) -> str:
+    """Return the file that says how much is allocated ahead: one of its own from 0.5.16."""
+    names = [f"{SRT}mem_cache/{name}" for name in ("allocation_sizing.py", "common.py")]
+    return next(name for name in names if sources.release.read(name))
+
+
 def test_what_is_allocated_ahead_is_no_more_than_what_a_plain_step_takes_for_granted(sources):
-    path = next(
-        SRT + "mem_cache/" + name for name in ("allocation_sizing.py", "common.py") if sources.release.read(SRT + "mem_cache/" + name)
-    )
+    path = allocation(sources)
     assert "return 2 * get_alloc_len_per_decode(" in ast.unparse(sources.find(path, "get_alloc_reserve_per_decode"))
     if sources.version < Version.parse("0.5.15"):
         return  # there each step is prepared by SGLang
@@ -439,6 +443,22 @@ def test_a_plain_step_is_decided_before_anything_is_drafted(sources):
     arguments = "batch, on_publish" + (", grammar_barrier" if sources.version >= Version.parse("0.5.17") else "")
     assert ast.unparse(split.orelse[0]) == f"aerie_result = aerie_dynamic_decode.step({arguments})"
     assert ast.unparse(split.orelse[1]) == "if aerie_result is not None:\n    return aerie_result"
+
+
+def test_the_depth_is_looked_up_by_batch_size_at_each_step_that_speculates_and_slots_are_for_the_deepest(sources):
+    controller = SRT + "speculative/adaptive_runtime_state.py"
+    parameters = SRT + "speculative/adaptive_spec_params.py"
+    assert "return self.params.candidate_steps" in sources.unparsed(controller, "AdaptiveController", "candidate_steps")
+    activate = sources.unparsed(controller, "AdaptiveController", "activate_step_by_batch")
+    assert "target = self.params.get_steps_for_batch(batch_size)" in activate
+    assert "self._activate(target)" in activate
+    worker = sources.unparsed(WORKER, "EAGLEWorkerV2", "forward_batch_generation")
+    assert worker.index("self.activate_step_by_batch(") < worker.index("self.draft_worker.draft(")
+    begin = sources.unparsed(WORKER, "EAGLEWorkerV2", "init_cuda_graphs")
+    assert "self.adaptive_controller.init_states(" in begin
+    assert sources.parameters(parameters, "resolve_candidate_steps_from_config") == ["cfg_path"]
+    length = sources.unparsed(allocation(sources), "get_alloc_len_per_decode")
+    assert "max_speculative_num_draft_tokens" in length, "slots of the deepest, whichever the depth is"
 
 
 @pytest.mark.parametrize("version", ["0.5.9", "0.5.13.post1"])

@@ -24,6 +24,7 @@ BACKEND = "sglang/srt/layers/attention/triton_backend.py"
 MODES = "sglang/srt/model_executor/forward_batch_info.py"
 CLASS, METHOD = "TritonAttnBackend", "forward_extend"
 KERNEL_CALLS = ("self.extend_attention_fwd", "self._forward_extend_kernel")
+DECODE_BUFFERS = ("cuda_graph_attn_logits", "cuda_graph_attn_lse", "cuda_graph_swa_attn_logits")
 METADATA = ("max_extend_len", "custom_mask", "mask_indptr", "swa_out_cache_loc")
 """Fields of the backend's metadata that the overlay reads."""
 
@@ -108,3 +109,35 @@ class TestSglang:
         assert len(lengths) == 2, "one for graphs, and one without"
         assert all(drafted == others for drafted, others in lengths)
         assert re.search(r"max_extend_len = (self\.num_draft_tokens|num_draft_tokens|num_tokens_per_req)\b", text)
+
+    def test_the_number_of_splits_sizes_decode_buffers_and_counts_alone(self, sources: Sources) -> None:
+        buffers = sources.find(BACKEND, CLASS, "init_cuda_graph_state")
+        assert isinstance(buffers, ast.FunctionDef)
+        assert [argument.arg for argument in buffers.args.args[:4]] == ["self", "max_bs", "max_num_tokens", "kv_indices_buf"]
+        sized = {
+            ast.unparse(node.targets[0])
+            for node in ast.walk(buffers)
+            if isinstance(node, ast.Assign) and "self.max_kv_splits" in ast.unparse(node.value)
+        }
+        assert sized <= {f"self.{name}" for name in (*DECODE_BUFFERS, "cuda_graph_num_kv_splits", "cuda_graph_window_num_kv_splits")}
+        assert {f"self.{name}" for name in DECODE_BUFFERS[:2]} <= sized
+        assert not any(isinstance(node, ast.Return) for node in ast.walk(buffers)), "the number is put back at the end"
+
+    def test_only_a_decodes_metadata_has_decode_buffers(self, sources: Sources) -> None:
+        backend = sources.find(BACKEND, CLASS)
+        readers = {
+            node.name
+            for node in backend.body
+            if isinstance(node, ast.FunctionDef)
+            for part in ast.walk(node)
+            if isinstance(part, ast.Attribute) and part.attr in DECODE_BUFFERS and isinstance(part.ctx, ast.Load)
+        }
+        assert readers == {"init_forward_metadata_out_graph", "_build_cuda_graph_forward_metadata"}
+        for name in readers:
+            for node in ast.walk(sources.find(BACKEND, CLASS, name)):
+                if isinstance(node, ast.If) and any(f"self.{buffer}" in ast.unparse(node.body[0]) for buffer in DECODE_BUFFERS):
+                    assert "in_capture" in ast.unparse(node.test) or "forward_mode.is_decode_or_idle()" in ast.unparse(node.test)
+
+    def test_the_drafts_steps_decode_and_are_given_their_indices(self, sources: Sources) -> None:
+        steps = sources.unparsed(BACKEND, "TritonMultiStepDraftBackend", "init_cuda_graph_state")
+        assert re.search(r"\.init_cuda_graph_state\(max_bs, max_num_tokens, kv_indices_buf=", steps)

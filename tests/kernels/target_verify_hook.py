@@ -72,6 +72,21 @@ class Step:
         return torch.cat(answers).float()
 
 
+def splits_of_buffers(hook: Any, requests: int, tokens: int, drafted: int | None, indices: Any = None) -> list[int | None]:
+    """Return the splits that graph buffers are made for, what is left of them, and the splits afterwards."""
+    backend = SimpleNamespace(num_draft_tokens=drafted, max_kv_splits=16)
+    hook.graph_buffers_begin(backend, requests, tokens, indices)
+    made = backend.max_kv_splits
+    for name in ("attn_logits", "attn_lse", "swa_attn_logits"):
+        setattr(backend, f"cuda_graph_{name}", torch.zeros(tokens, made))
+    backend.cuda_graph_num_kv_splits = torch.full((tokens,), made)
+    hook.graph_buffers_end(backend)
+    left = None if backend.cuda_graph_attn_logits is None else backend.cuda_graph_attn_logits.shape[1]
+    assert (left is None) == (backend.cuda_graph_attn_lse is None) == (backend.cuda_graph_swa_attn_logits is None)
+    assert set(vars(backend)) <= {"num_draft_tokens", "max_kv_splits"} | {name for name in vars(backend) if name.startswith("cuda_graph_")}
+    return [made, left, backend.max_kv_splits, int(backend.cuda_graph_num_kv_splits[0])]
+
+
 def error(answer: torch.Tensor, expected: torch.Tensor) -> float:
     return (answer - expected).abs().nan_to_num(nan=float("inf")).max().item()
 
@@ -113,6 +128,13 @@ def main() -> None:
             change(step)
             result[name] = {"served": step.attend(hook, "TARGET_VERIFY")}
     result["messages"] = messages
+
+    result["buffers"] = {
+        "verification": splits_of_buffers(hook, 8, 32, 4),
+        "decode beside speculation": splits_of_buffers(hook, 8, 8, 4),
+        "decode": splits_of_buffers(hook, 8, 8, None),
+        "the draft's steps": splits_of_buffers(hook, 8, 32, 4, torch.zeros(1)),
+    }
 
     hook.checks.worst.clear()
     wrong, padded = Step(3), Step(4)

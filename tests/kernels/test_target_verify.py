@@ -188,3 +188,10 @@ def test_check_mode_compares_target_and_draft_and_sees_a_difference(hook):
 def test_check_mode_passes_over_requests_that_pad_a_batch(hook):
     how, result = hook
     assert how != "check" or result["worst where a request pads the batch"]["target layer 3"] < 1e-5
+
+
+def test_graphs_that_only_verify_or_extend_make_no_decode_buffers_and_others_all(hook):
+    how, result = hook
+    whole = [16, 16, 16, 16]
+    assert result["buffers"].pop("verification") == (whole if how == "extend" else [1, None, 16, 16])
+    assert set(map(tuple, result["buffers"].values())) == {tuple(whole)}

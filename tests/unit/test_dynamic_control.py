@@ -204,6 +204,76 @@ def test_a_wrong_change_is_answered_and_logged_and_changes_nothing(control, capl
     assert made.policy.settings == before
 
 
+# Depths of adaptive speculation
+
+
+@pytest.fixture
+def adaptive(control, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """SGLang's reader of the file of depths, and a function that writes one and returns its arguments."""
+
+    def resolve_candidate_steps_from_config(cfg_path: str) -> list[int]:
+        slots = json.loads(Path(cfg_path).read_text())
+        return sorted({steps for slot in slots.values() for steps in slot["candidate_steps"]})
+
+    name = "sglang.srt.speculative.adaptive_spec_params"
+    stub = types.SimpleNamespace(resolve_candidate_steps_from_config=resolve_candidate_steps_from_config)
+    monkeypatch.setitem(sys.modules, name, stub)
+
+    def flags(*candidates: int) -> dict[str, Any]:
+        path = tmp_path / "adaptive.json"
+        path.write_text(json.dumps({"1": {"candidate_steps": list(candidates)}}))
+        return {"speculative_adaptive": True, "speculative_adaptive_config": str(path)}
+
+    return flags
+
+
+def test_depths_without_step_0_may_change_beside_it(control, adaptive):
+    control.check_server_args(arguments(**adaptive(1, 3)))
+
+
+def test_a_table_with_step_0_is_refused_since_the_threshold_is_for_that(control, adaptive):
+    with pytest.raises(ValueError, match=r"adaptive\.json has step 0, .* \(there are 0, 3\)"):
+        control.check_server_args(arguments(**adaptive(0, 3)))
+    with pytest.raises(ValueError, match="own table of --speculative-adaptive has step 0: name a file without it"):
+        control.check_server_args(arguments(speculative_adaptive=True))
+
+
+@pytest.mark.parametrize("content", [None, "{", '{"1": 3}'])
+def test_a_file_of_depths_that_can_not_be_read_is_refused_by_its_name(control, adaptive, tmp_path, content):
+    flags = adaptive(3)
+    if content is None:
+        (tmp_path / "adaptive.json").unlink()
+    else:
+        (tmp_path / "adaptive.json").write_text(content)
+    with pytest.raises(ValueError, match=r"--speculative-adaptive-config .*adaptive\.json: .*: correct the file"):
+        control.check_server_args(arguments(**flags))
+
+
+def test_a_depth_is_forced_until_it_is_released_and_only_one_that_the_server_has(control):
+    made = started(control)
+    assert control.forced_steps() is None
+    made.has_depths([3, 1])
+    assert ask(control, speculative_dynamic={"num_steps": 1}).updated is True
+    assert control.forced_steps() == 1
+    assert (made.state()["num_steps"], made.state()["candidate_steps"]) == (1, [1, 3])
+    assert ask(control, speculative_dynamic={"num_steps": 2}).updated is False
+    assert made.state()["refused"] == "num_steps must be one of 1, 3 (is 2)"
+    assert control.forced_steps() == 1
+    assert ask(control, speculative_dynamic={"num_steps": None}).updated is True
+    assert control.forced_steps() is None
+
+
+def test_a_server_of_one_depth_has_none_to_force(control, monkeypatch):
+    made = started(control)
+    made.has_depths([])
+    assert made.state()["candidate_steps"] is None
+    assert ask(control, speculative_dynamic={"num_steps": 3}).updated is False
+    assert "must be null where --speculative-adaptive is not set" in made.state()["refused"]
+    monkeypatch.setenv("AERIE_DYNAMIC_SETTINGS", '{"num_steps": 3}')
+    with pytest.raises(ValueError, match=r"AERIE_DYNAMIC_SETTINGS: num_steps must be null .* correct it, or leave it out"):
+        started(control).has_depths([])
+
+
 def test_the_last_refusal_stays_in_the_state_until_a_change_is_taken(control):
     made = started(control)
     ask(control, speculative_dynamic={"low": 99})
