@@ -70,6 +70,35 @@ CHECK_MODE = "check"
 DYNAMIC_PATCH_SET = "dynamic_speculation"
 DYNAMIC_SINCE = ">=0.5.14"
 
+_ELSEWHERE = "was not tried with a cache, but the hierarchical one, that copies K/V elsewhere"
+_EXCHANGES = "was not tried where ranks exchange their numbers of tokens in each step"
+_SEEDS = "draws from a seed in two ways, by load, so that its tokens are not reproducible"
+DYNAMIC_REFUSED: tuple[tuple[str, Any, str], ...] = (
+    ("dcp_size", 1, "was not tried with context parallelism"),
+    ("attn_cp_size", 1, "was not tried with context parallelism"),
+    ("moe_a2a_backend", "none", _EXCHANGES),
+    ("moe_dense_tp_size", None, _EXCHANGES),
+    ("enable_deterministic_inference", False, _SEEDS),
+    ("enable_unified_memory", False, "was not tried with a KV pool of virtual slots"),
+    ("enable_hisparse", False, "was not tried with hierarchical sparse attention"),
+    ("speculative_draft_window_size", None, "was not tried with a draft that attends to a window"),
+    ("enable_lmcache", False, _ELSEWHERE),
+    ("enable_flexkv", False, _ELSEWHERE),
+    ("enable_unified_cache_external_linker", False, _ELSEWHERE),
+    ("radix_cache_backend", None, "was not tried with a prefix cache that is not SGLang's own"),
+)
+"""Arguments that dynamic speculation needs at their default, which this is, and why.
+
+The same as REFUSED of the patch set's aerie_dynamic_control.py, by which the server itself refuses;
+that file can't import Aerie, so tests/unit/test_dynamic_arm.py holds the two equal.
+"""
+
+DYNAMIC_REFUSED_FLAGS = (
+    *DYNAMIC_REFUSED,
+    # server_args.py: SGLang switches enable_deterministic_inference on for it; the server sees that.
+    ("rl_on_policy_target", None, _SEEDS),
+)
+
 MAX_RUNNING_REQUESTS = 48
 """Requests that run at once with speculation, where nothing is said. Source: arg_groups/speculative_hook.py."""
 
@@ -249,6 +278,10 @@ def dynamic_problems(flags: Mapping[str, Any], draft: Config | None, environment
         yield "dynamic speculation was not tried with two batches overlapped: leave out enable-two-batch-overlap"
     if str(flags.get("disaggregation_mode") or "null") != "null" or flags.get("enable_pdmux"):
         yield "dynamic speculation was not tried with prefill and decode apart: leave out disaggregation-mode and enable-pdmux"
+    for dest, default, why in DYNAMIC_REFUSED_FLAGS:
+        value = flags.get(dest)
+        if value is not None and str(value) != str(default):
+            yield f"dynamic speculation {why}: leave out {dest.replace('_', '-')} (is {value})"
     if str(threshold) == "auto":
         if not environment.get("AERIE_DYNAMIC_CALIBRATION"):
             yield "a threshold auto needs a calibration: set the arm's dynamic.threshold to auto instead of the flag, or give a number"
