@@ -176,6 +176,13 @@ def test_each_argument_of_the_table_is_refused_before_a_start_and_its_default_is
     assert list(launch_checks.dynamic_problems({dest: value}, None, {})) == []  # without a threshold
 
 
+def test_the_reference_names_each_argument_of_the_table():
+    page = (Path(__file__).parents[2] / "docs/reference/instance.md").read_text()
+    flags = [dest.replace("_", "-") for dest, _, _ in launch_checks.DYNAMIC_REFUSED_FLAGS]
+    missing = [flag for flag in flags if f"`{flag}`" not in page and flag != "enable-deterministic-inference"]
+    assert missing == []
+
+
 def test_a_server_that_the_table_refuses_is_not_started(plan, tmp_path):
     row = {**FLAG, "flags": ["--attn-cp-size"], "dest": "attn_cp_size", "type": "int"}
     make_release(tmp_path, [*ARGUMENTS, FLAG, row])

@@ -399,7 +399,9 @@ def _group(members: Sequence[Mapping[str, Any]], wanted_baseline: str | None, no
     for described in arms:
         if described.patch_sets_in_check:
             names = words.listing(described.patch_sets_in_check)
-            notes.append(f"Speeds of {described.name} are no results: {names} ran in check mode, a test that does the work twice and compares.")
+            notes.append(
+                f"Speeds of {described.name} are no results: {names} ran in check mode, a test that does the work twice and compares."
+            )
     shared = [arm.name for arm in arms if arm.shares]
     if shared:
         notes.append(
