@@ -177,8 +177,6 @@ class Rule:
             return False
         if self.unless and self._lifted(there):
             return False
-        if self.patch_sets and not self.missing_patch_sets(there):
-            return False
         when = self.when
         if not any(self._fits(model) for model in there.models(when.get("of") or ["target"])) and any(
             key in when for key in ("attention", "quantization", "moe", "architectures")
