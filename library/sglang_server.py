@@ -187,6 +187,22 @@ gpu_settings:
       flags: {attention-backend: triton}
       environment: {}
       why: MLA models have no other backend here that SGLang itself would choose
+recommendations:
+  description: Patch sets that would make this server faster and are not active, each with the rule of O(gpu_table) that says so.
+  returned: with O(state=started) and O(state=restarted)
+  type: list
+  elements: dict
+  sample:
+    - patch_set: triton_target_verify
+      id: triton-target-verify
+      why: on triton SGLang runs target verify through its kernel for prefills
+      cure: add it to sglang_patches_sets and run playbooks/patch.yml
+      source: "measured: docs/measurements/target-verify.md"
+patch_modes:
+  description: How the server runs each active patch set that has a switch; C(check) is a test, in which speeds are no results.
+  returned: with O(state=started) and O(state=restarted)
+  type: dict
+  sample: {triton_target_verify: grouped}
 pid:
   description: Process id of the server.
   returned: when it was started
@@ -231,7 +247,8 @@ status:
   sample:
     {name: main, installed: true, enabled: true, running: true, ready: true, pid: 4711, pids: [4711, 4725, 4726], state: ready, arm: eagle3,
     release: 0.5.23-0123456789ab, sglang_version: 0.5.23, host: 127.0.0.1, port: 30000, service_manager: systemd, uptime_seconds: 86400,
-    accept_length: 2.01, reason: null, log: ["Decode batch, #running-req: 1"]}
+    accept_length: 2.01, patch_modes: {triton_target_verify: grouped}, recommendations: [], reason: null,
+    log: ["Decode batch, #running-req: 1"]}
 """
 
 from pathlib import Path
@@ -345,6 +362,8 @@ def _start(module: AnsibleModule, host: server_plan.Host) -> dict[str, Any]:
         "definition": wanted.definition,
         "argv": [wanted.redacted(word) for word in wanted.argv],
         "gpu_settings": [dict(setting) for setting in wanted.gpu_settings],
+        "recommendations": [dict(recommendation) for recommendation in wanted.recommendations],
+        "patch_modes": dict(wanted.patch_modes),
     }
     if asked["state"] == "started" and (job := _job(host.paths, asked["name"])):
         if job["definition"] != wanted.definition:

@@ -28,7 +28,7 @@ SHORTEST_LEASE_SECONDS = 60
 @dataclass(frozen=True)
 class Project:
     """What lies in the project's directories: patch sets by name, experiments by name with their content, ``versions.yml``, and the
-    names of the options that arms may ask for, by profile, and the profiles of host tuning.
+    names of the options that arms may ask for, by profile, the tables of GPU settings, by profile, and the profiles of host tuning.
 
     Paths in experiments are relative to ``root``. ``resolve_revision`` gives, for a host's settings, what tells the commit of a branch.
     """
@@ -38,6 +38,7 @@ class Project:
     versions: Mapping[str, Any] | None = None
     root: Path = Path()
     options: Mapping[str, Collection[str]] = field(default_factory=dict)
+    gpu_tables: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     tuning: Mapping[str, Any] = field(default_factory=dict)
     resolve_revision: Callable[[Mapping[str, Any]], model_catalog.Resolve] | None = None
 
@@ -291,6 +292,9 @@ def check_environment(where: str, environment: Any) -> Iterator[str]:
             yield f'{where}.{name} is {str(value).lower()} of YAML: write the text that the program reads in quotes, as "{int(value)}"'
         elif value is not None and not isinstance(value, str | int | float):
             yield f"{where}.{name} is {value!r}: it must be a text or a number"
+        elif value is not None:
+            problems = launch_checks.patch_switch_value_problems(str(name), str(value))
+            yield from (f"{where}.{problem}" for problem in problems)
 
 
 def check_version(version: Any, profile: Any, known: Mapping[str, Any] | None) -> Iterator[str]:

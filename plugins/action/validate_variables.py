@@ -73,12 +73,14 @@ class ActionModule(ActionBase):
         from ansible.module_utils.aerie.settings import Project
 
         versions = project / "versions.yml"
+        gpu_tables = {path.parent.name: self._load(path) for path in project.glob("profiles/*/gpu_settings.yml")}
         return Project(
             patch_sets=[path.parent.name for path in sorted(project.glob("patches/*/patchset.yml"))],
             experiments={path.stem: self._load(path) for path in sorted(project.glob("experiments/*.yml"))},
             versions=self._load(versions) if versions.exists() else None,
             root=project,
-            options={path.parent.name: list(self._load(path).get("options") or {}) for path in project.glob("profiles/*/gpu_settings.yml")},
+            options={profile: list(table.get("options") or {}) for profile, table in gpu_tables.items()},
+            gpu_tables=gpu_tables,
             tuning=self._load(project / "tuning/profiles.yml").get("profiles", {}) if (project / "tuning/profiles.yml").exists() else {},
             resolve_revision=model_hub.resolver,
         )

@@ -88,10 +88,13 @@ def tables(overviews: Mapping[str, Mapping[str, Any]]) -> list[terminal.Part]:
     """Return the tables of instances and experiments (overviews by host); hosts with equal rows share one."""
     instances: dict[tuple[str, ...], list[str]] = {}
     experiments: dict[tuple[str, ...], list[str]] = {}
+    recommendations: dict[str, list[str]] = {}
     for host, overview in overviews.items():
         for instance in overview["instances"]:
             keys = ("instance", "arm", "speculation", "model", "gpus", "port", "version")
             instances.setdefault(tuple(instance[key] for key in keys), []).append(host)
+        for text in overview["recommendations"]:
+            recommendations.setdefault(text, []).append(host)
         if plan := overview["experiment"]:
             subject = (plan["name"], plan["instance"], ", ".join(plan["arms"]))
             size = (str(plan["starts"]), str(plan["cells"]), settings_overview.duration(plan))
@@ -102,6 +105,8 @@ def tables(overviews: Mapping[str, Mapping[str, Any]]) -> list[terminal.Part]:
             named = [terminal.Column(name, justify) for name, justify in columns.items()]
             cells_of_rows = [(_some(hosts), *cells) for cells, hosts in rows.items()]
             parts += [*([terminal.gap()] if parts else []), terminal.table(named, cells_of_rows)]
+    for text, hosts in recommendations.items():
+        parts += [terminal.gap(), terminal.paragraph(f"{_some(hosts)}: {text}")]
     return parts or [terminal.paragraph("no host has an instance")]
 
 

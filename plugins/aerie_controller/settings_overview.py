@@ -14,7 +14,8 @@ from aerie_controller import PROJECT  # noqa: F401  makes ansible.module_utils.a
 from ansible.module_utils.aerie import settings as settings_check
 from ansible.module_utils.aerie.measuring import experiment
 from ansible.module_utils.aerie.releases import versions
-from ansible.module_utils.aerie.serving import launch_checks, server_flags
+from ansible.module_utils.aerie.serving import gpu_settings, launch_checks, server_flags
+from ansible.module_utils.aerie.specifiers import Version
 from ansible.module_utils.aerie.words import listing
 
 from . import experiment_duration
@@ -23,11 +24,64 @@ ADOPTED = "the host's own"
 
 
 def describe(host: str, values: Mapping[str, Any], project: settings_check.Project) -> dict[str, Any]:
-    """Return ``instances`` (a row of words each) and ``experiment`` (or None) of ``host``.
+    """Return ``instances`` (a row of words each), ``experiment`` (or None) and ``recommendations`` (texts) of ``host``.
 
     ``values`` are its settings, checked and with templates resolved.
     """
-    return {"instances": _instances(values, project), "experiment": _experiment(host, values, project)}
+    return {
+        "instances": _instances(values, project),
+        "experiment": _experiment(host, values, project),
+        "recommendations": _recommendations(values, project),
+    }
+
+
+def _recommendations(values: Mapping[str, Any], project: settings_check.Project) -> list[str]:
+    """Return which patch sets are recommended for what the instances and the experiment serve.
+
+    That is what the settings alone say: what depends on GPUs or models is looked at where a server starts.
+    """
+    version = _version(values, project)
+    table = project.gpu_tables.get(str(values.get("aerie_profile")))
+    if not table or not version[:1].isdigit():
+        return []
+    rules = gpu_settings.Table.of(table)
+    arms = values.get("sglang_server_arms") or {}
+    instances = values.get("sglang_server_instances") or {}
+    plan = project.experiments.get(str(values.get("sglang_benchmark_experiment"))) or {}
+    measured = settings_check.measured_instance(values, plan) if plan else None
+    served = {(instance, str(value["arm"])) for instance, value in instances.items()}
+    served |= {(str(measured), str(arm)) for arm in plan.get("arms") or () if measured in instances}
+    arms_by_recommendation: dict[str, list[str]] = {}
+    for instance_name, arm_name in sorted(served):
+        arm, instance = arms.get(arm_name) or {}, instances[instance_name]
+        for text in _recommended(rules, version, values, arm, instance):
+            names = arms_by_recommendation.setdefault(text, [])
+            names += [] if arm_name in names else [arm_name]
+    return [f"{_arms(names)}: {text}" for text, names in arms_by_recommendation.items()]
+
+
+def _recommended(
+    rules: gpu_settings.Table, version: str, values: Mapping[str, Any], arm: Mapping[str, Any], instance: Mapping[str, Any]
+) -> list[str]:
+    flags = (values.get("sglang_server_flags"), arm.get("flags"), instance.get("flags"))
+    variables = (values.get("sglang_server_environment"), arm.get("environment"), instance.get("environment"))
+    environment: dict[str, str] = {}
+    for layer in variables:
+        environment |= {str(name): str(value) for name, value in (layer or {}).items()}
+    there = gpu_settings.Situation(
+        version=Version.parse(version),
+        capabilities=frozenset(),
+        target=None,
+        speculation=bool(arm.get("speculation")),
+        environment=environment,
+        patch_sets=frozenset(values.get("sglang_patches_sets") or ()),
+    )
+    layers = [server_flags.Layer("settings", layer or {}) for layer in flags]
+    return [str(recommendation) for recommendation in gpu_settings.recommended_unseen(rules, layers, there)]
+
+
+def _arms(names: Sequence[str]) -> str:
+    return f"arm{'s' * (len(names) != 1)} {listing(names)}"
 
 
 def _instances(values: Mapping[str, Any], project: settings_check.Project) -> list[dict[str, str]]:

@@ -63,6 +63,9 @@ def function(source: str, name: str) -> str:
 def check(source: Mapping[str, Any]) -> None:
     if "report" in source:
         return
+    if "measurement" in source:
+        assert source["says"] in (PROJECT / source["measurement"]).read_text(), source
+        return
     package, version = source["wheel"].split()
     names = archive(package, version).namelist()
     if "metadata" in source:
@@ -181,6 +184,8 @@ def test_each_version_has_what_a_rule_sets_and_forbids(setting, version):
     assert not forbidden or set(forbidden) & set(known)
     for flag in (setting.get("when") or {}).get("flags") or {}:
         assert flag in known
+    if "verify_backend" in (setting.get("when") or {}):
+        assert {*gpu_settings.PHASES, "attention-backend", gpu_settings.VERIFY_MODE} <= set(known)
     asked = [*(setting.get("environment") or {}), *((setting.get("when") or {}).get("environment") or {})]
     source = "".join(text("sglang", version, f"sglang/srt/{name}") for name in ("environ.py", "server_args.py"))
     for name in asked:
@@ -189,5 +194,6 @@ def test_each_version_has_what_a_rule_sets_and_forbids(setting, version):
 
 def test_the_table_is_one_that_the_host_reads():
     table = gpu_settings.Table.of(TABLE)
-    assert table.capabilities == {"12.0"}
+    assert table.capabilities == {"9.0", "12.0"}
+    assert {rule.id for rule in table.rules if "9.0" in rule.capabilities} == {"triton-target-verify"}
     assert all(meant(rule["versions"]) for rule in RULES)

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -447,6 +448,28 @@ def test_everything_that_is_wrong_with_a_request_is_told_at_once():
         "finer_levels",
     ):
         assert text in str(raised.value)
+
+
+def test_a_server_in_check_mode_is_not_calibrated(tmp_path, monkeypatch):
+    found = SimpleNamespace(
+        instance={"environment": {"AERIE_TARGET_VERIFY": "check"}},
+        release={"id": "r", "patch_sets": [{"name": "dynamic_speculation"}, {"name": "triton_target_verify"}]},
+        client=SimpleNamespace(identity=dict),
+    )
+    monkeypatch.setattr(calibration_request.served, "find", lambda *arguments: found)
+    request = calibration_request.Request.of(GIVEN)
+    with pytest.raises(AerieError, match="runs triton_target_verify in check mode, a test whose speeds are no results"):
+        calibration_request.prepare(HostPaths(tmp_path), request)
+
+
+def test_records_of_check_mode_are_no_base_for_a_calibration(tmp_path):
+    place = tmp_path / "demo/r1/h/eagle3-c1-r1"
+    place.mkdir(parents=True)
+    record = {"arm": {"name": "eagle3"}, "patch_sets_in_check": ["triton_target_verify"]}
+    (place / "record.json").write_text(json.dumps(record))
+    wanted = {"experiment": "demo", "run_id": "r1", "plain": "baseline", "speculative": "eagle3", "most": 16}
+    with pytest.raises(AerieError, match="arm eagle3 of run r1 ran triton_target_verify in check mode"):
+        calibration_files.of_records(tmp_path, "h", wanted)
 
 
 def test_a_release_that_can_not_change_over_is_refused_with_the_variable_to_set(tmp_path):

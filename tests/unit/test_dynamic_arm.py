@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ import pytest
 from ansible.module_utils.aerie.errors import AerieError
 from ansible.module_utils.aerie.serving import launch_checks, server_flags, server_plan
 from sglang_example import ARGUMENTS, DRAFT, EAGLE3, make_host, make_models, make_release, make_request
+
+from aerie_controller import patch_sets
 
 FLAG = {
     "flags": ["--speculative-dynamic-disable-threshold"],
@@ -122,6 +125,69 @@ def test_a_server_without_the_patch_set_is_not_started(plan, version, message):
 def test_flags_from_anywhere_that_it_can_not_be_had_with_are_refused(plan, changes, message):
     with pytest.raises(AerieError, match=message) as raised:
         plan(arm(threshold=32), **changes)
+    assert "nothing was touched" in str(raised.value)
+
+
+def refused_by_the_server() -> tuple[tuple[str, Any, str], ...]:
+    """Return REFUSED of the patch set's source, which can't be imported without SGLang."""
+    (patch_set,) = patch_sets.load(["dynamic_speculation"])
+    (source,) = [text for path, text in patch_set.overlay.items() if path.endswith("aerie_dynamic_control.py")]
+    texts: dict[str, str] = {}
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant):
+            texts[ast.unparse(node.targets[0])] = node.value.value
+        elif isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "REFUSED":
+            assert isinstance(node.value, ast.Tuple)
+            rows = [row.elts for row in node.value.elts if isinstance(row, ast.Tuple)]
+            values = [[texts[part.id] if isinstance(part, ast.Name) else ast.literal_eval(part) for part in row] for row in rows]
+            return tuple((name, default, why) for name, default, why in values)
+    raise AssertionError("no REFUSED")
+
+
+def test_launch_checks_refuse_by_the_same_table_as_the_server():
+    assert refused_by_the_server() == launch_checks.DYNAMIC_REFUSED
+
+
+OTHER_VALUES = {
+    "dcp_size": 2,
+    "attn_cp_size": "8",
+    "moe_a2a_backend": "deepep",
+    "moe_dense_tp_size": 1,
+    "enable_deterministic_inference": True,
+    "enable_unified_memory": True,
+    "enable_hisparse": True,
+    "speculative_draft_window_size": 512,
+    "enable_lmcache": True,
+    "enable_flexkv": True,
+    "enable_unified_cache_external_linker": True,
+    "radix_cache_backend": "mine",
+    "rl_on_policy_target": "fsdp",
+}
+DYNAMIC_FLAGS = {"speculative_dynamic_disable_threshold": "8", "speculative_algorithm": "EAGLE3"}
+
+
+@pytest.mark.parametrize(("dest", "default", "why"), launch_checks.DYNAMIC_REFUSED_FLAGS)
+def test_each_argument_of_the_table_is_refused_before_a_start_and_its_default_is_not(dest, default, why):
+    value = OTHER_VALUES[dest]
+    problems = list(launch_checks.dynamic_problems({**DYNAMIC_FLAGS, dest: value}, None, {}))
+    assert problems == [f"dynamic speculation {why}: leave out {dest.replace('_', '-')} (is {value})"]
+    for harmless in (default, str(default) if isinstance(default, int) and not isinstance(default, bool) else default):
+        assert list(launch_checks.dynamic_problems({**DYNAMIC_FLAGS, dest: harmless}, None, {})) == []
+    assert list(launch_checks.dynamic_problems({dest: value}, None, {})) == []  # without a threshold
+
+
+def test_the_reference_names_each_argument_of_the_table():
+    page = (Path(__file__).parents[2] / "docs/reference/instance.md").read_text()
+    flags = [dest.replace("_", "-") for dest, _, _ in launch_checks.DYNAMIC_REFUSED_FLAGS]
+    missing = [flag for flag in flags if f"`{flag}`" not in page and flag != "enable-deterministic-inference"]
+    assert missing == []
+
+
+def test_a_server_that_the_table_refuses_is_not_started(plan, tmp_path):
+    row = {**FLAG, "flags": ["--attn-cp-size"], "dest": "attn_cp_size", "type": "int"}
+    make_release(tmp_path, [*ARGUMENTS, FLAG, row])
+    with pytest.raises(AerieError, match=r"context parallelism: leave out attn-cp-size \(is 2\)") as raised:
+        plan(arm(threshold=32), flags={"attn-cp-size": 2})
     assert "nothing was touched" in str(raised.value)
 
 

@@ -15,6 +15,8 @@ from ansible.module_utils.aerie.serving.gpu_settings import ModelFacts, Situatio
 from ansible.module_utils.aerie.specifiers import Version
 from sglang_example import ARGUMENTS, BASELINE, DRAFT, EAGLE3, TARGET, _row, _switch, make_host, make_models, make_release, make_request
 
+from aerie_controller import patch_sets
+
 VALUES = yaml.safe_load((Path(__file__).parents[2] / "profiles/cuda/gpu_settings.yml").read_text())
 TABLE = gpu_settings.Table.of(VALUES)
 SM120 = frozenset({"12.0"})
@@ -24,6 +26,7 @@ ROWS = [
     _row("--attention-backend", choices=BACKENDS),
     _row("--prefill-attention-backend", choices=BACKENDS),
     _row("--decode-attention-backend", choices=BACKENDS),
+    _row("--speculative-attention-mode", choices=["prefill", "decode"]),
     _row("--speculative-draft-attention-backend", choices=BACKENDS),
     _row("--moe-runner-backend"),
     _row("--fp8-gemm-backend"),
@@ -41,6 +44,7 @@ NVFP4 = {**LLAMA, "quantization_config": {"quant_method": "modelopt", "quant_alg
 NVFP4_MOE = {**NVFP4, "num_experts": 128}
 GPT_OSS = {**LLAMA, "architectures": ["GptOssForCausalLM"], "quantization_config": {"quant_method": "mxfp4"}, "num_local_experts": 32}
 TRITON, ALL_REDUCE = {"attention-backend": "triton"}, {"disable-custom-all-reduce": True}
+RECOMMENDED = " patch set triton_target_verify is recommended"
 DEEP_GEMM = {"SGLANG_ENABLE_JIT_DEEPGEMM": "0"}
 
 
@@ -193,6 +197,77 @@ def test_the_fusion_is_refused_unless_its_patch_set_and_its_variable_are_there()
     assert not refused(environment=variable, patch_sets=patch)
 
 
+ON_TRITON = {"attention_backend": "triton"}
+ON_FLASHINFER = {"attention_backend": "flashinfer"}
+
+
+@pytest.mark.parametrize(
+    ("config", "changes", "rule"),
+    [
+        # By the rule's own flag, by SGLang's own choice, by somebody's flag, on either GPU.
+        (KIMI, {}, "triton-target-verify"),
+        (GPT_OSS, {}, "sm120-gpt-oss-target-verify"),
+        (LLAMA, {"flags": ON_TRITON}, "triton-target-verify"),
+        (LLAMA, {"flags": ON_TRITON, "capabilities": frozenset({"9.0"})}, "triton-target-verify"),
+        (LLAMA, {"flags": ON_TRITON, "environment": {"AERIE_TARGET_VERIFY": "grouped"}}, "triton-target-verify"),
+        (LLAMA, {"flags": {"prefill_attention_backend": "triton"}}, "triton-target-verify"),
+        # Target verify is on prefill's backend, unless speculative-attention-mode says decode.
+        (LLAMA, {"flags": {"decode_attention_backend": "triton"}}, None),
+        (LLAMA, {"flags": {**ON_TRITON, "prefill_attention_backend": "flashinfer"}}, None),
+        (
+            LLAMA,
+            {"flags": {"decode_attention_backend": "triton", "speculative_attention_mode": "decode"}},
+            "triton-target-verify",
+        ),
+        (LLAMA, {"flags": {"prefill_attention_backend": "triton", "speculative_attention_mode": "decode"}}, None),
+        # Nothing to say: another backend, no speculation, the set is there, SGLang's kernel is wanted.
+        (LLAMA, {}, None),
+        (KIMI, {"flags": ON_FLASHINFER}, None),
+        (GPT_OSS, {"flags": {"attention_backend": "trtllm_mha"}}, None),
+        (KIMI, {"speculation": False}, None),
+        (KIMI, {"patch_sets": frozenset({"triton_target_verify"})}, None),
+        (KIMI, {"environment": {"AERIE_TARGET_VERIFY": "extend"}}, None),
+        (GPT_OSS, {"environment": {"AERIE_TARGET_VERIFY": "0"}}, None),
+        (KIMI, {"capabilities": frozenset({"9.0"})}, None),
+        (LLAMA, {"flags": ON_TRITON, "capabilities": frozenset({"8.0"})}, None),
+    ],
+)
+def test_a_patch_set_is_recommended_where_target_verify_is_on_triton(config, changes, rule):
+    choice = chosen("0.5.14", config, **{"speculation": True, **changes})
+    assert [recommendation.rule.id for recommendation in choice.recommendations] == [rule] * bool(rule)
+
+
+@pytest.mark.parametrize(("version", "count"), [("0.5.13", 0), ("0.5.14", 1), ("0.5.15.post1", 1), ("0.5.23", 1)])
+def test_it_is_recommended_for_the_versions_that_the_patch_set_is_for(version, count):
+    assert len(chosen(version, KIMI, speculation=True).recommendations) == count
+    rules = [rule for rule in TABLE.rules if rule.patch_sets]
+    for name in {name for rule in rules for name in rule.patch_sets}:
+        (patch_set,) = patch_sets.load([name])
+        assert all(str(rule.versions) == str(patch_set.versions) for rule in rules if name in rule.patch_sets)
+
+
+def test_a_recommendation_says_what_was_measured_where_and_what_to_do():
+    (recommendation,) = chosen("0.5.15.post1", KIMI, speculation=True).recommendations
+    text = str(recommendation)
+    for words in (
+        "EAGLE-3 over baseline at 64 clients went from 0.73 to 1.44",
+        "H200 (compute capability 9.0), with simulated acceptance",
+        "for SM120 the set was only compiled, never run",
+        "measured: docs/measurements/target-verify.md",
+        "add it to sglang_patches_sets and run playbooks/patch.yml",
+        "set AERIE_TARGET_VERIFY to extend",
+    ):
+        assert words in text
+    assert recommendation.as_dict()["patch_set"] == "triton_target_verify"
+
+
+def test_what_was_measured_stands_where_a_rule_says():
+    citations = [source for rule in VALUES["rules"] for source in rule["source"] if "measurement" in source]
+    assert citations
+    for source in citations:
+        assert source["says"] in (Path(__file__).parents[2] / source["measurement"]).read_text(), source
+
+
 def test_a_rule_whose_flag_a_version_lacks_is_never_emitted():
     values = {"rules": [{**VALUES["rules"][0], "flags": {"no-such-flag": "x"}}]}
     choice = gpu_settings.choose(gpu_settings.Table.of(values), there("0.5.23", KIMI), parser("0.5.23"))
@@ -255,6 +330,7 @@ def test_gpus_count_only_where_the_instance_uses_them():
         ({"when": {"attention": ["mle"]}}, "when: attention: 'mle' is not one of mla, mha, dsa and other"),
         ({"when": {"tp": 2}}, "rule x: when: tp: no such key"),
         ({"environment": {"A": 0}}, "environment: A: needs text in quotes, got 0"),
+        ({"patch_sets": ["p"], "cure": "c"}, "rule x: patch_sets: is for a rule of severity recommended with a cure"),
     ],
 )
 def test_a_wrong_table_is_refused(change, message):
@@ -285,11 +361,53 @@ def planned(root: Path, arm: dict[str, Any] = EAGLE3, **changes: Any) -> server_
 def test_a_plan_has_the_settings_in_its_arguments_and_tells_each(tmp_path):
     plan = planned(tmp_path)
     assert plan.argv[plan.argv.index("--attention-backend") + 1] == "triton"
-    assert plan.warnings == ()
+    assert [warning.split(":")[1] for warning in plan.warnings] == [RECOMMENDED]
     (told,) = plan.gpu_settings
     assert told["id"] == "sm120-mla-triton"
     assert told["flags"] == TRITON
     assert "MLA" in told["why"]
+
+
+ACTIVE = ({"name": "triton_target_verify", "sha256": "s", "upstream_since": None},)
+
+
+def test_a_start_recommends_the_patch_set_and_keeps_why(tmp_path):
+    plan = planned(tmp_path)
+    (told,) = plan.recommendations
+    assert (told["patch_set"], told["source"]) == ("triton_target_verify", "measured: docs/measurements/target-verify.md")
+    assert plan.warnings[0].startswith("arm eagle3: patch set triton_target_verify is recommended: ")
+    assert plan.patch_modes == {}
+
+
+def test_nothing_is_recommended_that_the_patch_step_is_about_to_bring(tmp_path):
+    plan = planned(tmp_path, patch_sets=ACTIVE, rehearsal=True)
+    assert plan.recommendations == ()
+    assert not any("is recommended" in warning for warning in plan.warnings)
+
+
+def test_extend_keeps_sglangs_kernel_without_the_patch_set_and_without_a_recommendation(tmp_path):
+    arm = {**EAGLE3, "environment": {"AERIE_TARGET_VERIFY": "extend"}}
+    plan = planned(tmp_path, arm)
+    assert (plan.recommendations, plan.warnings) == ((), ())
+    assert plan.environment["AERIE_TARGET_VERIFY"] == "extend"
+
+
+def test_a_server_in_check_mode_is_warned_about_and_is_no_other_server_for_that(tmp_path):
+    def with_mode(name: str, **variables: str) -> server_plan.Plan:
+        arm = {**EAGLE3, "environment": variables}
+        return planned(tmp_path / name, arm, patch_sets=ACTIVE, rehearsal=True)
+
+    checking, plain = with_mode("a", AERIE_TARGET_VERIFY="check"), with_mode("b")
+    assert (checking.patch_modes, plain.patch_modes) == ({"triton_target_verify": "check"}, {"triton_target_verify": "grouped"})
+    assert "its speeds are no results" in checking.warnings[-1]
+    assert not any("check mode" in warning for warning in plain.warnings)
+
+
+def test_a_wrong_mode_is_refused_before_anything_is_touched(tmp_path):
+    arm = {**EAGLE3, "environment": {"AERIE_TARGET_VERIFY": "on"}}
+    with pytest.raises(AerieError, match=r"AERIE_TARGET_VERIFY must be grouped, extend or check \(is on\)"):
+        planned(tmp_path, arm)
+    assert not (tmp_path / "instances").exists()
 
 
 def test_a_hopper_gets_the_plan_that_it_would_have_without_a_table(tmp_path):
@@ -304,7 +422,8 @@ def test_a_persons_own_setting_wins(tmp_path, value):
     plan = planned(tmp_path, flags={"attention-backend": value})
     assert plan.gpu_settings == ()
     assert ("--attention-backend" in plan.argv) == (value is not None)
-    assert plan.warnings == ()  # the rule is a recommendation
+    # The rule is a recommendation; without a flag SGLang takes triton by itself.
+    assert [warning.split(":")[1] for warning in plan.warnings] == ([] if value else [RECOMMENDED])
 
 
 def test_a_setting_against_a_required_rule_is_warned_about_with_rule_source_and_cure(tmp_path):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import os
 import subprocess
 import sys
 from typing import Any
@@ -150,6 +152,14 @@ def test_a_free_port_is_free():
         ({"AERIE_FLASHINFER_PREFILL_PLAN": "1"}, {"flashinfer_prefill_plan"}, "must be host or check (is 1)"),
         ({"AERIE_FLASHINFER_PREFILL_PLAN": "host"}, {"phase_profiler"}, "has no effect without patch set flashinfer_prefill_plan"),
         ({"AERIE_FLASHINFER_FUSION_SM120": "1"}, {"flashinfer_prefill_plan"}, "not active in release r1: add it to sglang_patches_sets"),
+        ({"AERIE_TARGET_VERIFY": "grouped"}, {"triton_target_verify"}, None),
+        ({"AERIE_TARGET_VERIFY": "check"}, {"triton_target_verify"}, None),
+        ({"AERIE_TARGET_VERIFY": "grouped"}, set(), "has no effect without patch set triton_target_verify"),
+        ({"AERIE_TARGET_VERIFY": "extend"}, set(), None),  # what happens there anyway
+        ({"AERIE_TARGET_VERIFY": "0"}, set(), None),
+        ({"AERIE_TARGET_VERIFY": ""}, {"triton_target_verify"}, None),
+        ({"AERIE_TARGET_VERIFY": "on"}, {"triton_target_verify"}, "must be grouped, extend or check (is on)"),
+        ({"AERIE_TARGET_VERIFY": "on"}, set(), "must be grouped, extend or check (is on)"),
         ({"PATH": "/bin"}, set(), None),
     ],
 )
@@ -160,6 +170,41 @@ def test_a_variable_that_would_switch_nothing_on_is_refused(environment, sets, p
 
 
 def test_every_switch_is_of_a_patch_set_that_reads_it():
-    for variable, (name, _values) in launch_checks.PATCH_SWITCHES.items():
-        (one,) = patch_sets.load([name])
+    for variable, switch in launch_checks.PATCH_SWITCHES.items():
+        (one,) = patch_sets.load([switch.patch_set])
         assert any(variable in text for text in one.overlay.values())
+
+
+@pytest.mark.parametrize(
+    ("environment", "name", "mode"),
+    [
+        ({}, "triton_target_verify", "grouped"),
+        ({"AERIE_TARGET_VERIFY": ""}, "triton_target_verify", "grouped"),
+        ({"AERIE_TARGET_VERIFY": "0"}, "triton_target_verify", "extend"),
+        ({"AERIE_TARGET_VERIFY": "extend"}, "triton_target_verify", "extend"),
+        ({"AERIE_TARGET_VERIFY": "check"}, "triton_target_verify", "check"),
+        ({}, "flashinfer_prefill_plan", "off"),
+        ({"AERIE_FLASHINFER_PREFILL_PLAN": "0"}, "flashinfer_prefill_plan", "off"),
+        ({"AERIE_FLASHINFER_PREFILL_PLAN": "check"}, "flashinfer_prefill_plan", "check"),
+        ({"AERIE_FLASHINFER_FUSION_SM120": "1"}, "flashinfer_fusion_sm120", "1"),
+    ],
+)
+def test_a_patch_set_with_a_switch_has_a_mode_where_it_is_active(environment, name, mode):
+    modes = launch_checks.patch_modes(environment, [{"name": name}, {"name": "phase_profiler"}])
+    assert modes == {name: mode}
+    assert launch_checks.patch_modes(environment, [{"name": "phase_profiler"}]) == {}
+    assert launch_checks.patch_sets_in_check(modes) == [name] * (mode == "check")
+
+
+def test_the_modes_of_target_verify_are_those_that_its_patch_set_reads(monkeypatch):
+    (patch_set,) = patch_sets.load(["triton_target_verify"])
+    (source,) = [text for path, text in patch_set.overlay.items() if path.endswith("aerie_triton_target_verify.py")]
+    nodes = ast.parse(source).body
+    is_needed = lambda node: ast.unparse(node).startswith(("VARIABLE =", "GROUPED, ", "def how("))  # noqa: E731
+    scope: dict[str, Any] = {"os": os}
+    exec(compile(ast.Module([node for node in nodes if is_needed(node)], []), "overlay", "exec"), scope)
+    switch = launch_checks.PATCH_SWITCHES[scope["VARIABLE"]]
+    assert (scope["GROUPED"], scope["EXTEND"], scope["CHECK"]) == switch.values
+    for value in ("", "0", *switch.values):
+        monkeypatch.setenv(scope["VARIABLE"], value)
+        assert scope["how"]() == switch.mode(value)

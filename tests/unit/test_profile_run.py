@@ -271,6 +271,17 @@ def test_the_page_is_a_pure_function_of_the_figures_and_holds_all_it_shows(figur
     assert "http" not in page.replace("http://www.w3.org", "")
 
 
+def test_table_and_page_say_that_speeds_in_check_mode_are_no_results(figures):
+    def shown() -> str:
+        text = terminal.render(profile.parts(figures, {"page": "/x/profile.html"}), 100)
+        return " ".join(text.split()) + report.render_profile(figures)
+
+    assert "check mode" not in shown()
+    figures["hosts"]["gpu-1"]["arms"][0]["patch_sets_in_check"] = ["triton_target_verify"]
+    assert "eagle3: triton_target_verify ran in check mode" in shown()
+    assert "Speeds of eagle3 are no results: triton_target_verify ran in check mode" in shown()
+
+
 def test_an_arm_that_is_profiled_again_keeps_its_earlier_files_aside(lab):
     lab.run(concurrency=(2, 4), seconds=0.4)
     lab.run(concurrency=(2,), seconds=0.4)

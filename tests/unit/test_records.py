@@ -135,6 +135,20 @@ def test_pinned_acceptance_is_told(runs):
     assert records.make(cell(runs, environment={"SGLANG_SIMULATE_ACC_LEN": "2.4"}))["acceptance_simulated"]
 
 
+@pytest.mark.parametrize(("value", "mode"), [(None, "grouped"), ("0", "extend"), ("check", "check")])
+def test_a_record_says_how_a_patch_set_ran_and_whether_that_was_a_test(runs, value, mode):
+    release = {"id": "r", "sglang_version": "0.5.23", "patch_sets": [{"name": "triton_target_verify", "sha256": "s"}]}
+    environment = {"AERIE_TARGET_VERIFY": value} if value else {}
+    record = records.make(cell(runs, environment=environment, release=release))
+    assert record["patch_modes"] == {"triton_target_verify": mode}
+    assert record["patch_sets_in_check"] == (["triton_target_verify"] if mode == "check" else [])
+
+
+def test_a_record_of_a_release_without_such_patch_sets_has_no_modes(runs):
+    record = records.make(cell(runs, environment={"AERIE_TARGET_VERIFY": "extend"}))
+    assert (record["patch_modes"], record["patch_sets_in_check"]) == ({}, [])
+
+
 def test_a_definition_of_another_schema_is_refused(runs):
     with pytest.raises(AerieError, match="aerie-cell/9"):
         records.make(cell(runs, schema="aerie-cell/9"))

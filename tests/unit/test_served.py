@@ -38,6 +38,17 @@ def test_nothing_is_simulated_without_speculation():
     assert served.definition(asked(speculation=None, environment={records.PINS[0]: "2.4"}), None)["acceptance_simulated"] is False
 
 
+@pytest.mark.parametrize(("value", "tested"), [("check", ["triton_target_verify"]), ("grouped", [])])
+def test_a_patch_set_in_check_mode_is_told(value, tested):
+    found = SimpleNamespace(
+        instance={"environment": {"AERIE_TARGET_VERIFY": value}},
+        release={"id": "r", "patch_sets": [{"name": "triton_target_verify"}]},
+        client=SimpleNamespace(identity=dict),
+    )
+    told = served.definition(asked(), found)
+    assert (told["patch_modes"], told["patch_sets_in_check"]) == ({"triton_target_verify": value}, tested)
+
+
 def test_models_are_told_by_role_with_their_identity_and_secrets_are_not():
     told = served.definition(asked(environment={"HF_TOKEN": "sesame"}), None)
     assert told["models"] == {"target": {"name": "target", "identity": "a" * 64}, "draft": {"name": "draft", "identity": "b" * 64}}

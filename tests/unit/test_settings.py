@@ -268,6 +268,11 @@ def test_settings_of_roles_that_are_not_there_are_not_missed():
             "port 30000 belongs to instances main and second",
         ),
         ("sglang_server_environment/OMP_NUM_THREADS", True, 'write the text that the program reads in quotes, as "1"'),
+        (
+            "sglang_server_environment/AERIE_TARGET_VERIFY",
+            "on",
+            "sglang_server_environment.AERIE_TARGET_VERIFY must be grouped, extend or check (is on)",
+        ),
         ("sglang_server_environment/A-B", 1, "'A-B' is no name of an environment variable"),
         ("sglang_server_environment/A", [1], "sglang_server_environment.A is [1]: it must be a text or a number"),
         (

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
+import importlib.util
 import json
 import sqlite3
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from ansible.module_utils.aerie import settings
 from ansible.module_utils.aerie.measuring import experiment, ledger
 
-from aerie_controller import experiment_duration, settings_overview
+from aerie_controller import experiment_duration, settings_overview, terminal
+
+PROJECT_ROOT = Path(__file__).parents[2]
+_action = importlib.util.spec_from_file_location("validation_report", PROJECT_ROOT / "plugins/action/validation_report.py")
+assert _action is not None
+assert _action.loader is not None
+validation_report = importlib.util.module_from_spec(_action)
+_action.loader.exec_module(validation_report)
 
 EAGLE3 = {"algorithm": "EAGLE3", "draft_model": "draft", "steps": 3, "topk": 1, "draft_tokens": 4}
 EXPERIMENT = {
@@ -106,6 +117,40 @@ def test_an_experiment_is_described_by_its_starts_and_cells(values):
         "limit_seconds": 4 * 900 + 10 * 300,
     }
     assert settings_overview.duration(described) == "not measured yet (limit 110 min)"
+
+
+GPU_TABLES = {"cuda": yaml.safe_load((PROJECT_ROOT / "profiles/cuda/gpu_settings.yml").read_text())}
+ON_TRITON = {"tp_size": 4, "attention_backend": "triton"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "arms"),
+    [
+        ({"sglang_server_flags": ON_TRITON}, "arm eagle3"),
+        ({"sglang_server_arms": {**ARMS, "eagle3": {"speculation": EAGLE3, "flags": {"attention-backend": "triton"}}}}, "arm eagle3"),
+        # What GPU and model decide is not known here; the start says it.
+        ({}, None),
+        ({"sglang_server_flags": {**ON_TRITON, "prefill-attention-backend": "flashinfer"}}, None),
+        ({"sglang_server_flags": ON_TRITON, "sglang_patches_sets": ["triton_target_verify"]}, None),
+        ({"sglang_server_flags": ON_TRITON, "sglang_server_environment": {"AERIE_TARGET_VERIFY": "extend"}}, None),
+        ({"sglang_server_flags": ON_TRITON, "sglang_server_arms": {"baseline": None, "eagle3": None}}, None),
+        ({"sglang_server_flags": ON_TRITON, "sglang_release_adopt": "/sgl-workspace/sglang/python"}, None),
+        ({"sglang_server_flags": ON_TRITON, "aerie_profile": "cpu"}, None),
+    ],
+)
+def test_a_patch_set_is_recommended_as_far_as_settings_alone_say(values, changes, arms):
+    project = dataclasses.replace(PROJECT, gpu_tables=GPU_TABLES)
+    overview = settings_overview.describe("gpu-01", values | changes, project)
+    starts = [text.partition(" is recommended: ")[0] for text in overview["recommendations"]]
+    assert starts == ([f"{arms}: patch set triton_target_verify"] if arms else [])
+
+
+def test_validate_shows_each_recommendation_with_its_hosts(values):
+    project = dataclasses.replace(PROJECT, gpu_tables=GPU_TABLES)
+    overview = settings_overview.describe("gpu-01", values | {"sglang_server_flags": ON_TRITON}, project)
+    text = " ".join(terminal.render(validation_report.tables({"gpu-01": overview, "gpu-02": overview}), 100).split())
+    assert text.count("arm eagle3: patch set triton_target_verify is recommended") == 1
+    assert "gpu-01, gpu-02: arm eagle3" in text
 
 
 def test_nothing_is_measured_without_an_experiment(values):

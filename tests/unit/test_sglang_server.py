@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 import os
@@ -15,7 +16,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import pytest
+import yaml
 from ansible.module_utils.aerie import jobs, processes
 from ansible.module_utils.aerie.errors import AerieError
 from ansible.module_utils.aerie.files import read_json
@@ -24,6 +27,7 @@ from sglang_example import ARGUMENTS, BASELINE, DRAFT, EAGLE3, make_host, make_m
 
 from ports import free_port
 
+STATUS_TASKS = Path(__file__).parents[2] / "roles/sglang_server/tasks/status.yml"
 _action = importlib.util.spec_from_file_location("sglang_server_action", Path(__file__).parents[2] / "plugins/action/sglang_server.py")
 assert _action is not None
 assert _action.loader is not None
@@ -167,6 +171,40 @@ def test_a_persons_shell_in_the_instances_directory_is_not_ours(bench):
     finally:
         shell.kill()
         shell.wait()
+
+
+def test_the_status_has_the_modes_of_patch_sets_and_what_is_recommended(bench):
+    plan = dataclasses.replace(
+        bench.plan(BASELINE),
+        patch_modes={"triton_target_verify": "check"},
+        recommendations=({"patch_set": "other", "source": "measured: x"},),
+    )
+    server.start(plan, 30)
+    assert bench.status["patch_modes"] == {"triton_target_verify": "check"}
+    assert bench.status["recommendations"] == [{"patch_set": "other", "source": "measured: x"}]
+
+
+@pytest.mark.parametrize(
+    ("facts", "words"),
+    [
+        ({}, "systemd"),
+        ({"patch_modes": {"triton_target_verify": "grouped"}}, "systemd, triton_target_verify grouped"),
+        (
+            {"patch_modes": {"triton_target_verify": "check"}},
+            "systemd, triton_target_verify check (a test: its speeds are no results)",
+        ),
+        (
+            {"recommendations": [{"patch_set": "triton_target_verify", "source": "measured: x"}]},
+            "systemd; recommended: patch set triton_target_verify (measured: x)",
+        ),
+    ],
+)
+def test_a_person_sees_them_in_the_status(facts, words):
+    (task,) = [task for task in yaml.safe_load(STATUS_TASKS.read_text()) if task["name"] == "Show them"]
+    status = {"name": "main", "ready": True, "running": True, "arm": "a", "port": 1, "release": "r", "uptime_seconds": 2}
+    status |= {"pid": 3, "service_manager": "systemd", "patch_modes": {}, "recommendations": []} | facts
+    text = jinja2.Environment().from_string(task["ansible.builtin.debug"]["msg"]).render(item={"status": status})
+    assert " ".join(text.split()).endswith(f"process 3, {words}")
 
 
 def test_supervisor_stays_while_another_instance_runs(bench):

@@ -235,6 +235,16 @@ def test_pinned_acceptance_is_labelled(pin):
     assert any("Acceptance of eagle3 is simulated" in note for note in group.notes)
 
 
+@pytest.mark.parametrize(("value", "count"), [("check", 1), ("grouped", 0)])
+def test_speeds_in_check_mode_are_called_no_results(value, count):
+    release = {"patch_sets": [{"name": "triton_target_verify", "sha256": "s"}]}
+    checked = record("eagle3", 1, 150.0, environment={"AERIE_TARGET_VERIFY": value}, release=release)
+    group = one([record("baseline", 1, 100.0, release=release), checked])
+    found = [note for note in group.notes if note.startswith("Speeds of eagle3 are no results: triton_target_verify ran in check mode")]
+    assert len(found) == count
+    assert [arm.name for arm in group.arms if arm.patch_sets_in_check] == ["eagle3"] * count
+
+
 def test_acceptance_is_pooled_over_verify_steps():
     cells = [({"accepted_tokens": 900, "verify_steps": 300}, 1), ({"accepted_tokens": 100, "verify_steps": 700}, 2)]
     records = [

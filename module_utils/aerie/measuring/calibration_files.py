@@ -165,6 +165,12 @@ def of_records(results: Path, host: str, asked: Mapping[str, Any]) -> dict[str, 
     kept = [_json(path) for path in sorted(place.glob("*/record.json"))]
     if not kept:
         raise AerieError(f"there are no records below {place}: bring them with playbooks/collect.yml")
+    for one in kept:
+        if one["arm"]["name"] in (asked["plain"], asked["speculative"]) and one.get("patch_sets_in_check"):
+            raise AerieError(
+                f"arm {one['arm']['name']} of run {asked['run_id']} ran {listing(one['patch_sets_in_check'])} in check mode, a test "
+                "whose speeds are no results: measure it without, or name another run"
+            )
     found = calibration.estimate(calibration.from_records(kept, str(asked["plain"]), str(asked["speculative"])))
     record = next(one for one in kept if one["arm"]["name"] == asked["speculative"])
     most = int(asked["most"])

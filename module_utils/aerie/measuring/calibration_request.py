@@ -9,10 +9,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from ansible.module_utils.aerie.errors import raise_all
+from ansible.module_utils.aerie.errors import AerieError, raise_all
 from ansible.module_utils.aerie.measuring import calibration_run, served
 from ansible.module_utils.aerie.paths import HostPaths
-from ansible.module_utils.aerie.words import near
+from ansible.module_utils.aerie.words import listing, near
 
 PATCH_SET = "dynamic_speculation"
 WORKLOAD = {"dataset": "random-ids", "input_len": 128, "output_len": 256}
@@ -110,6 +110,12 @@ def _require_patch_set(release: Mapping[str, Any], asked: Request) -> None:
 def prepare(paths: HostPaths, asked: Request, before_level: Callable[[], None] = lambda: None) -> calibration_run.Job:
     """Return the work that ``asked`` means on this host; raise AerieError before anything is written if it can't be done."""
     found = served.find(paths, asked, lambda release: _require_patch_set(release, asked))
+    definition = served.definition(asked, found)
+    if definition["patch_sets_in_check"]:
+        raise AerieError(
+            f"arm {asked.arm['name']} runs {listing(definition['patch_sets_in_check'])} in check mode, a test whose speeds are no "
+            "results: leave the patch set's variable out of its environment and start it again"
+        )
     about = {
         "started": datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z"),
         "settings": calibration_run.describe(asked.settings),
@@ -122,7 +128,7 @@ def prepare(paths: HostPaths, asked: Request, before_level: Callable[[], None] =
         tokenizer=found.tokenizer,
         settings=asked.settings,
         before=asked.before,
-        definition=served.definition(asked, found) | about,
+        definition=definition | about,
         lock=found.lock,
         before_level=before_level,
     )

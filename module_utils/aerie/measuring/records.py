@@ -17,7 +17,7 @@ from ansible.module_utils.aerie.files import canonical_hash, read_json, sha256_f
 from ansible.module_utils.aerie.measuring import bench_clients, bench_runner
 from ansible.module_utils.aerie.measuring.experiment import PROFILE
 from ansible.module_utils.aerie.profiling import phases
-from ansible.module_utils.aerie.serving import server_metrics
+from ansible.module_utils.aerie.serving import launch_checks, server_metrics
 
 SCHEMA = "aerie-record/1"
 RECORD = "record.json"
@@ -46,6 +46,7 @@ def make(directory: Path) -> dict[str, Any]:
     before, after = (_text(directory / name) for name in (bench_runner.METRICS_BEFORE, bench_runner.METRICS_AFTER))
     info_before, info_after = (_info(directory / name) for name in (bench_runner.INFO_BEFORE, bench_runner.INFO_AFTER))
     environment = bench_runner.redacted_environment(definition["environment"])
+    patch_modes = launch_checks.patch_modes(environment, definition["release"].get("patch_sets") or ())
     workload = {key: value for key, value in definition["workload"].items() if key != "concurrency"}
     return {
         "schema": SCHEMA,
@@ -71,6 +72,8 @@ def make(directory: Path) -> dict[str, Any]:
         "argv": bench_runner.redacted_argv(definition["argv"]),
         "environment": environment,
         "acceptance_simulated": any(environment.get(name, "").strip() not in ("", "0", "-1") for name in PINS),
+        "patch_modes": patch_modes,
+        "patch_sets_in_check": launch_checks.patch_sets_in_check(patch_modes),
         "release": definition["release"],
         "models": definition["models"],
         "host_fingerprint": definition["host_fingerprint"],

@@ -11,6 +11,7 @@ from ansible.module_utils.aerie import files
 from ansible.module_utils.aerie.errors import AerieError
 from ansible.module_utils.aerie.measuring import bench_clients, bench_runner, benchmark, records
 from ansible.module_utils.aerie.paths import HostPaths
+from ansible.module_utils.aerie.serving import launch_checks
 from ansible.module_utils.aerie.words import listing
 
 
@@ -119,6 +120,8 @@ def definition(asked: Asked, served: Served | None) -> dict[str, Any]:
     instance: Mapping[str, Any] = served.instance if served else {}
     environment = bench_runner.redacted_environment(instance.get("environment") or asked.arm.get("environment") or {})
     speculation = asked.arm.get("speculation") or {}
+    release = dict(served.release) if served else {}
+    patch_modes = launch_checks.patch_modes(environment, release.get("patch_sets") or ())
     names = {"target": asked.target, "draft": speculation.get("draft_model")}
     return {
         "run_id": asked.run_id,
@@ -129,7 +132,9 @@ def definition(asked: Asked, served: Served | None) -> dict[str, Any]:
         and any(environment.get(name, "").strip() not in ("", "0", "-1") for name in records.PINS),
         "argv": bench_runner.redacted_argv([str(word) for word in instance.get("argv") or []]),
         "environment": environment,
-        "release": dict(served.release) if served else {},
+        "patch_modes": patch_modes,
+        "patch_sets_in_check": launch_checks.patch_sets_in_check(patch_modes),
+        "release": release,
         "models": {
             role: {"name": name, "identity": (asked.models.get(name) or {}).get("identity")} for role, name in names.items() if name
         },

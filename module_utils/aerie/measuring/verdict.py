@@ -15,6 +15,7 @@ from itertools import pairwise
 from typing import Any
 
 from ansible.module_utils.aerie import files, words
+from ansible.module_utils.aerie.serving import launch_checks
 
 CONFIDENCE = 0.95
 BASELINE = "baseline"
@@ -143,6 +144,8 @@ class Arm:
     environment: Mapping[str, str]
     shares: bool = False
     """Whether its cells were measured within the launch of another arm."""
+    patch_sets_in_check: tuple[str, ...] = ()
+    """Patch sets that did the work twice to compare, so that the arm's speeds are no results."""
 
 
 @dataclass(frozen=True)
@@ -393,6 +396,12 @@ def _group(members: Sequence[Mapping[str, Any]], wanted_baseline: str | None, no
     if pinned:
         names = words.listing(pinned)
         notes.append(f"Acceptance of {names} is simulated (pinned by the environment): engine speed, not what a real draft would reach.")
+    for described in arms:
+        if described.patch_sets_in_check:
+            names = words.listing(described.patch_sets_in_check)
+            notes.append(
+                f"Speeds of {described.name} are no results: {names} ran in check mode, a test that does the work twice and compares."
+            )
     shared = [arm.name for arm in arms if arm.shares]
     if shared:
         notes.append(
@@ -550,6 +559,7 @@ def _arms(members: Sequence[Mapping[str, Any]], wanted_baseline: str | None) -> 
                 argv=tuple(str(word) for word in record.get("argv") or ()),
                 environment=environment,
                 shares=bool(arm.get("share_launch")),
+                patch_sets_in_check=_patch_sets_in_check(members, name),
             )
         )
     return tuple(sorted(arms, key=lambda arm: (not arm.baseline, arm.name)))
@@ -558,6 +568,17 @@ def _arms(members: Sequence[Mapping[str, Any]], wanted_baseline: str | None) -> 
 def _pinned(record: Mapping[str, Any], environment: Mapping[str, str]) -> bool:
     said = record.get("acceptance_simulated", _mapping(record, "metrics").get("accept_simulated"))
     return bool(said) or any(environment.get(name, "").strip() not in ("", "0", "-1") for name in PINS)
+
+
+def _patch_sets_in_check(members: Sequence[Mapping[str, Any]], arm: str) -> tuple[str, ...]:
+    # Records of before have no patch_modes; what they are made of has always been there.
+    names: set[str] = set()
+    for record in members:
+        if _arm_name(record) == arm:
+            patch_sets = _mapping(record, "release").get("patch_sets") or ()
+            modes = launch_checks.patch_modes(_mapping(record, "environment"), patch_sets)
+            names.update(launch_checks.patch_sets_in_check(modes))
+    return tuple(sorted(names))
 
 
 def _speculation(value: Any) -> str:

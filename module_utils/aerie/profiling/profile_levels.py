@@ -28,6 +28,8 @@ LAUNCH_FACTS = (
     "acceptance_simulated",
     "argv",
     "environment",
+    "patch_modes",
+    "patch_sets_in_check",
     "release",
     "models",
     "settings",

@@ -7,14 +7,14 @@ same code reads them again. Standard library only: this runs on hosts.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from ansible.module_utils.aerie.errors import AerieError, raise_all
 from ansible.module_utils.aerie.files import read_json
 from ansible.module_utils.aerie.serving import launch_checks
-from ansible.module_utils.aerie.serving.server_flags import Parser, plain
+from ansible.module_utils.aerie.serving.server_flags import Argument, Layer, Parser, command_line, plain
 from ansible.module_utils.aerie.specifiers import Specifier, Version
 from ansible.module_utils.aerie.words import listing, near
 
@@ -29,6 +29,7 @@ RULE_KEYS = (
     "flags",
     "environment",
     "forbids",
+    "patch_sets",
     "unless",
     "severity",
     "why",
@@ -37,7 +38,7 @@ RULE_KEYS = (
     "moot_since",
 )
 RULE_REQUIRED = ("id", "capabilities", "versions", "severity", "why", "source")
-WHEN_KEYS = ("attention", "quantization", "moe", "architectures", "of", "speculation", "tp_above", "flags", "environment")
+WHEN_KEYS = ("attention", "quantization", "moe", "architectures", "of", "speculation", "verify_backend", "tp_above", "flags", "environment")
 UNLESS_KEYS = ("patch_set", "environment")
 OPTION_KEYS = ("summary", "versions", "dtypes", "tp", "forbids", "flags", "environment", "why", "source")
 OPTION_REQUIRED = ("summary", "versions", "why", "source")
@@ -45,6 +46,9 @@ EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_expe
 DTYPES = {"half": "float16", "float": "float32"}
 PHASES = ("prefill-attention-backend", "decode-attention-backend")
 """Flags that mean what ``attention-backend`` says where they are left out."""
+VERIFY_MODE = "speculative-attention-mode"
+UNSET = "unset"
+"""What ``verify_backend`` says where no flag names the backend, so that SGLang chooses it."""
 
 
 @dataclass(frozen=True)
@@ -147,7 +151,10 @@ class Situation:
 
 @dataclass(frozen=True)
 class Rule:
-    """One need of GPUs of ``capabilities``: what to set, what to refuse, for which versions and models, and where that is known from."""
+    """One need of GPUs of ``capabilities``: what to set, what to refuse, for which versions and models, and where that is known from.
+
+    A rule with ``patch_sets`` sets nothing: it recommends these to whoever speculates without them.
+    """
 
     id: str
     capabilities: frozenset[str]
@@ -156,6 +163,7 @@ class Rule:
     flags: Mapping[str, Any]
     environment: Mapping[str, str]
     forbids: Mapping[str, Any]
+    patch_sets: tuple[str, ...]
     unless: Mapping[str, Any]
     severity: str
     why: str
@@ -176,10 +184,15 @@ class Rule:
             return False
         return (
             there.speculation is when.get("speculation", there.speculation)
+            and ("verify_backend" not in when or target_verify_backend(parser, there.flags) in when["verify_backend"])
             and there.tp > when.get("tp_above", 0)
             and there.sets(when.get("environment") or {})
             and all(str(_effective(parser, there.flags, flag)[1]) in values for flag, values in (when.get("flags") or {}).items())
         )
+
+    def missing_patch_sets(self, there: Situation) -> list[str]:
+        """Return the recommended patch sets that are not there."""
+        return [name for name in self.patch_sets if name not in there.patch_sets]
 
     def _lifted(self, there: Situation) -> bool:
         return self.unless.get("patch_set", "") in {"", *there.patch_sets} and there.sets(self.unless.get("environment") or {})
@@ -259,6 +272,29 @@ class Table:
 
 
 @dataclass(frozen=True)
+class Recommendation:
+    """A patch set that would make a server faster, by the rule that says so."""
+
+    patch_set: str
+    rule: Rule
+
+    def __str__(self) -> str:
+        rule = self.rule
+        return f"patch set {self.patch_set} is recommended: {rule.why} ({rule.id}; {rule.known_from}): {rule.cure}"
+
+    def as_dict(self) -> dict[str, str]:
+        """Return plain values for records and results."""
+        rule = self.rule
+        return {
+            "patch_set": self.patch_set,
+            "id": rule.id,
+            "why": rule.why,
+            "cure": rule.cure,
+            "source": rule.known_from,
+        }
+
+
+@dataclass(frozen=True)
 class Choice:
     """The rules and options that are about one server, with the flags and variables that they set."""
 
@@ -270,6 +306,7 @@ class Choice:
     option_environment: Mapping[str, str]
     problems: tuple[str, ...]
     warnings: tuple[str, ...]
+    recommendations: tuple[Recommendation, ...] = ()
 
     def refusals(self, parser: Parser, flags: Mapping[str, Any], origins: Mapping[str, str]) -> Iterator[str]:
         """Yield each flag (by dest) whose value a rule forbids, where it was set, why, and the cure."""
@@ -336,7 +373,7 @@ def choose(table: Table, there: Situation, parser: Parser, options: Iterable[str
         found = list(option.problems(there, parser))
         problems += found
         asked += [] if found else [option]
-    rules = tuple(rule for rule in table.rules if rule.applies(there, parser))
+    rules = tuple(rule for rule in table.rules if not rule.patch_sets and rule.applies(there, parser))
     flags: dict[str, Any] = {}
     environment: dict[str, str] = {}
     for rule in rules:
@@ -355,7 +392,44 @@ def choose(table: Table, there: Situation, parser: Parser, options: Iterable[str
         option_environment={name: value for option in asked for name, value in option.environment.items()},
         problems=tuple(problems),
         warnings=tuple(warnings),
+        recommendations=tuple(recommended(table, replace(there, flags=_with_rules(parser, flags, there)), parser)),
     )
+
+
+def recommended(table: Table, there: Situation, parser: Parser) -> Iterator[Recommendation]:
+    """Yield the patch sets that ``table`` recommends for what is ``there``, the rules' own flags among it."""
+    for rule in table.rules:
+        if rule.patch_sets and rule.applies(there, parser):
+            yield from (Recommendation(name, rule) for name in rule.missing_patch_sets(there))
+
+
+def recommended_unseen(table: Table, layers: Iterable[Layer], there: Situation) -> list[Recommendation]:
+    """Return what is certain without a host: ``there`` lacks GPUs and models, ``layers`` are all flags.
+
+    A rule is taken to be about the host's GPUs; one that depends on a model is passed over.
+    """
+    names = (*PHASES, "attention-backend", VERIFY_MODE)
+    arguments = tuple(Argument((f"--{name}",), name.replace("-", "_"), None, None, None, False, "") for name in names)
+    parser = Parser(there.version.text, arguments)
+    flags = command_line(parser, layers).values
+    seen = replace(there, capabilities=table.capabilities, flags=flags)
+    return list(recommended(table, seen, parser))
+
+
+def _with_rules(parser: Parser, flags: Mapping[str, Any], there: Situation) -> dict[str, Any]:
+    # A flag that somebody set to null counts as the rules set it: for attention-backend, which is
+    # all that is asked here, they set what SGLang chooses by itself.
+    by_rules = {dest: value for flag, value in flags.items() if (dest := _dest(parser, flag))}
+    return by_rules | dict(there.flags)
+
+
+def target_verify_backend(parser: Parser, flags: Mapping[str, Any]) -> str:
+    """Return the attention backend of target verify, by flags (by dest); ``unset`` where SGLang chooses it."""
+    # hybrid_attn_backend.py, _select_backend: prefill's, unless speculative-attention-mode is decode.
+    prefill, decode = PHASES
+    mode = _effective(parser, flags, VERIFY_MODE)[1]
+    backend = _effective(parser, flags, decode if mode == "decode" else prefill)[1]
+    return UNSET if backend is None else str(backend)
 
 
 def unknown_option(name: object, known: Iterable[str]) -> str:
@@ -375,6 +449,8 @@ def cited(source: Mapping[str, Any]) -> str:
     """Return a source in words."""
     if "report" in source:
         return str(source["report"])
+    if "measurement" in source:
+        return f"measured: {source['measurement']}"
     if "metadata" in source:
         return f"{source['wheel']} needs {source['metadata']}"
     place = source.get("file") or source.get("present") or source.get("absent")
@@ -418,8 +494,12 @@ def _rule(value: Any, number: int, problems: list[str]) -> Rule | None:
     _keys(f"{where}: unless", unless, UNLESS_KEYS, (), problems)
     if value.get("severity") not in (REQUIRED, RECOMMENDED, None):
         problems.append(f"{where}: severity must be {REQUIRED} or {RECOMMENDED}, not {value['severity']!r}")
-    if not any(value.get(key) for key in ("flags", "environment", "forbids")):
+    patch_sets = value.get("patch_sets") or []
+    actions = [key for key in ("flags", "environment", "forbids") if value.get(key)]
+    if not actions and not patch_sets:
         problems.append(f"{where}: sets and forbids nothing")
+    if patch_sets and (actions or value.get("severity") != RECOMMENDED or not value.get("cure")):
+        problems.append(f"{where}: patch_sets: is for a rule of severity {RECOMMENDED} with a cure, which sets and forbids nothing")
     if value.get("forbids") and not value.get("cure"):
         problems.append(f"{where}: forbids, and names no cure")
     problems += [
@@ -439,6 +519,7 @@ def _rule(value: Any, number: int, problems: list[str]) -> Rule | None:
         flags=dict(value.get("flags") or {}),
         environment={name: str(text) for name, text in (value.get("environment") or {}).items()},
         forbids=dict(value.get("forbids") or {}),
+        patch_sets=tuple(patch_sets),
         unless=unless,
         severity=value["severity"],
         why=str(value["why"]).strip(),

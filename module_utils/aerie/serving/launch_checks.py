@@ -6,7 +6,8 @@ import errno
 import ipaddress
 import json
 import socket
-from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,13 +41,33 @@ MLA_ONLY = ("trtllm_mla", "tokenspeed_mla", "cutedsl_mla", "flashmla", "cutlass_
 CHECKPOINT_QUANTIZATIONS = ("modelopt_fp4", "modelopt_fp8", "awq", "awq_marlin", "gptq", "gptq_marlin", "compressed-tensors", "petit_nvfp4")
 """Methods whose weights lie quantized in the checkpoint. Source: server_args.py: without its own setting the draft takes --quantization."""
 
+
+@dataclass(frozen=True)
+class PatchSwitch:
+    """How a variable switches a patch set: its ``values`` without the set would do nothing, but ``off``."""
+
+    patch_set: str
+    values: tuple[str, ...]
+    default: str = "off"
+    off: str = "off"
+
+    def mode(self, value: str | None) -> str:
+        """Return what a server with ``value`` (None or empty: left out) does, where the set is active."""
+        return (value or self.default) if value != "0" else self.off
+
+
 PATCH_SWITCHES = {
-    "AERIE_FLASHINFER_PREFILL_PLAN": ("flashinfer_prefill_plan", ("host", "check")),
-    "AERIE_FLASHINFER_FUSION_SM120": ("flashinfer_fusion_sm120", ("1",)),
-    "AERIE_TARGET_VERIFY": ("triton_target_verify", ("grouped", "extend", "check")),
+    "AERIE_FLASHINFER_PREFILL_PLAN": PatchSwitch("flashinfer_prefill_plan", ("host", "check")),
+    "AERIE_FLASHINFER_FUSION_SM120": PatchSwitch("flashinfer_fusion_sm120", ("1",)),
+    "AERIE_TARGET_VERIFY": PatchSwitch("triton_target_verify", ("grouped", "extend", "check"), default="grouped", off="extend"),
 }
-"""Variables that switch a patch set on: its name, and the values that do. Without the set nothing reads them, and nobody would know."""
-PATCH_SWITCHES_OFF = ("", "0")
+"""Variables that switch a patch set. Without the set nothing reads them, and nobody would know."""
+
+PATCH_SWITCH_UNSET = ("", "0")
+"""Values of every switch: empty is as left out, 0 is off."""
+
+CHECK_MODE = "check"
+"""The mode in which a patch set does the work twice and compares: a test, whose speeds are no results."""
 
 DYNAMIC_PATCH_SET = "dynamic_speculation"
 DYNAMIC_SINCE = ">=0.5.14"
@@ -56,6 +77,35 @@ ADAPTIVE_SINCE = ">=0.5.13"
 ADAPTIVE_ENDS_WITH = ("enable_dp_attention", "enable_multi_layer_eagle", "enable_two_batch_overlap", "enable_pdmux")
 """Flags with which SGLang turns adaptive speculation off, and only logs that.
 Source: adaptive_spec_params.py of 0.5.15.post1 and 0.5.23, adaptive_unsupported_reason."""
+
+_ELSEWHERE = "was not tried with a cache, but the hierarchical one, that copies K/V elsewhere"
+_EXCHANGES = "was not tried where ranks exchange their numbers of tokens in each step"
+_SEEDS = "draws from a seed in two ways, by load, so that its tokens are not reproducible"
+DYNAMIC_REFUSED: tuple[tuple[str, Any, str], ...] = (
+    ("dcp_size", 1, "was not tried with context parallelism"),
+    ("attn_cp_size", 1, "was not tried with context parallelism"),
+    ("moe_a2a_backend", "none", _EXCHANGES),
+    ("moe_dense_tp_size", None, _EXCHANGES),
+    ("enable_deterministic_inference", False, _SEEDS),
+    ("enable_unified_memory", False, "was not tried with a KV pool of virtual slots"),
+    ("enable_hisparse", False, "was not tried with hierarchical sparse attention"),
+    ("speculative_draft_window_size", None, "was not tried with a draft that attends to a window"),
+    ("enable_lmcache", False, _ELSEWHERE),
+    ("enable_flexkv", False, _ELSEWHERE),
+    ("enable_unified_cache_external_linker", False, _ELSEWHERE),
+    ("radix_cache_backend", None, "was not tried with a prefix cache that is not SGLang's own"),
+)
+"""Arguments that dynamic speculation needs at their default, which this is, and why.
+
+The same as REFUSED of the patch set's aerie_dynamic_control.py, by which the server itself refuses;
+that file can't import Aerie, so tests/unit/test_dynamic_arm.py holds the two equal.
+"""
+
+DYNAMIC_REFUSED_FLAGS = (
+    *DYNAMIC_REFUSED,
+    # server_args.py: SGLang switches enable_deterministic_inference on for it; the server sees that.
+    ("rl_on_policy_target", None, _SEEDS),
+)
 
 MAX_RUNNING_REQUESTS = 48
 """Requests that run at once with speculation, where nothing is said. Source: arg_groups/speculative_hook.py."""
@@ -155,19 +205,40 @@ def graph_batch_warnings(flags: Mapping[str, Any], draft_tokens: Any) -> Iterato
         )
 
 
+def patch_switch_value_problems(variable: str, value: str) -> Iterator[str]:
+    """Yield that a variable which switches a patch set has a value that its set would end the server for."""
+    switch = PATCH_SWITCHES.get(variable)
+    if switch and value not in (*PATCH_SWITCH_UNSET, *switch.values):
+        yield f"{variable} must be {listing(switch.values, last='or')} (is {value}): correct it, or leave it out"
+
+
 def patch_switch_problems(environment: Mapping[str, str], patch_sets: Container[str], release: str) -> Iterator[str]:
     """Yield which variables would switch nothing on, in a release with these patch sets."""
-    for variable, (name, values) in PATCH_SWITCHES.items():
+    for variable, switch in PATCH_SWITCHES.items():
         value = environment.get(variable, "")
-        if value in PATCH_SWITCHES_OFF:
-            continue
-        if value not in values:
-            yield f"{variable} must be {' or '.join(values)} (is {value}): correct it, or leave it out"
-        elif name not in patch_sets:
+        wrong_values = list(patch_switch_value_problems(variable, value))
+        yield from wrong_values
+        is_on = value not in (*PATCH_SWITCH_UNSET, switch.off)
+        if is_on and not wrong_values and switch.patch_set not in patch_sets:
             yield (
-                f"{variable} has no effect without patch set {name}, which is not active in release {release}: add it to "
+                f"{variable} has no effect without patch set {switch.patch_set}, which is not active in release {release}: add it to "
                 "sglang_patches_sets and run playbooks/patch.yml, or leave the variable out"
             )
+
+
+def patch_modes(environment: Mapping[str, Any], patch_sets: Iterable[Mapping[str, Any]]) -> dict[str, str]:
+    """Return by name how a server with these variables runs each of its release's patch sets that has a switch."""
+    active = {str(patch_set["name"]) for patch_set in patch_sets}
+    return {
+        switch.patch_set: switch.mode(str(environment.get(variable) or ""))
+        for variable, switch in PATCH_SWITCHES.items()
+        if switch.patch_set in active
+    }
+
+
+def patch_sets_in_check(modes: Mapping[str, str]) -> list[str]:
+    """Return the patch sets (name to mode) that run in check mode, which makes speeds meaningless."""
+    return [name for name, mode in modes.items() if mode == CHECK_MODE]
 
 
 def dynamic_release_problems(release: Mapping[str, Any]) -> Iterator[str]:
@@ -299,6 +370,10 @@ def dynamic_problems(
         yield "dynamic speculation was not tried with two batches overlapped: leave out enable-two-batch-overlap"
     if str(flags.get("disaggregation_mode") or "null") != "null" or flags.get("enable_pdmux"):
         yield "dynamic speculation was not tried with prefill and decode apart: leave out disaggregation-mode and enable-pdmux"
+    for dest, default, why in DYNAMIC_REFUSED_FLAGS:
+        value = flags.get(dest)
+        if value is not None and str(value) != str(default):
+            yield f"dynamic speculation {why}: leave out {dest.replace('_', '-')} (is {value})"
     if str(threshold) == "auto":
         if not environment.get("AERIE_DYNAMIC_CALIBRATION"):
             yield "a threshold auto needs a calibration: set the arm's dynamic.threshold to auto instead of the flag, or give a number"

@@ -111,6 +111,10 @@ class Plan:
     warnings: tuple[str, ...]
     gpu_settings: tuple[Mapping[str, Any], ...] = ()
     """The rules and options of the GPU settings that are in force, each with what it sets."""
+    recommendations: tuple[Mapping[str, Any], ...] = ()
+    """Patch sets that would make this server faster, each with the rule that says so."""
+    patch_modes: Mapping[str, str] = field(default_factory=dict)
+    """How the release's patch sets that have a switch are run, by name."""
     calibration: Mapping[str, Any] | None = None
     """What the server reads its thresholds from; None where its arm names them, or has none."""
     adaptive: Mapping[str, Any] = field(default_factory=dict)
@@ -313,6 +317,15 @@ def plan(host: Host, request: Request) -> Plan:
     found = launch_checks.patch_switch_problems(environment, {str(one["name"]) for one in wanted}, str(release["id"]))
     problems += [f"arm {arm_name}: {problem}" for problem in found]
     warnings += [*chosen.warnings, *chosen.contradictions(parser, line.values, environment, line.origins)]
+    # In check mode the patch step, which comes before, has not run yet: what it would bring is there.
+    requested = {str(patch_set["name"]) for patch_set in wanted}
+    recommendations = [one for one in chosen.recommendations if one.patch_set not in requested]
+    warnings += [f"arm {arm_name}: {recommendation}" for recommendation in recommendations]
+    patch_modes = launch_checks.patch_modes(environment, wanted)
+    warnings += [
+        f"arm {arm_name}: patch set {name} runs in check mode, a test: the server does that work twice, and its speeds are no results"
+        for name in launch_checks.patch_sets_in_check(patch_modes)
+    ]
     if speculation and draft and draft["config"] is not None:
         facts = gpu_settings.read_model(Path(draft["path"]), draft["config"])
         pair = f"arm {arm_name}: draft {draft_name}"
@@ -364,6 +377,8 @@ def plan(host: Host, request: Request) -> Plan:
         ),
         warnings=tuple(warnings),
         gpu_settings=tuple(chosen.applied(parser, line.values, environment)),
+        recommendations=tuple(recommendation.as_dict() for recommendation in recommendations),
+        patch_modes=patch_modes,
         calibration=request.calibration if request.is_calibrated else None,
         adaptive=adaptive,
     )

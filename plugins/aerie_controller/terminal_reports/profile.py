@@ -11,6 +11,7 @@ from aerie_controller import PROJECT  # noqa: F401  makes ansible.module_utils.a
 from ansible.module_utils.aerie.measuring import bench_runner
 from ansible.module_utils.aerie.profiling import trace_summary
 from ansible.module_utils.aerie.profiling.phases import PHASES
+from ansible.module_utils.aerie.words import listing
 
 from ..figures import NONE, interval, number, number_or_none
 from ..terminal import Part, cut, figures, gap, heading, paragraph, places, table
@@ -120,6 +121,9 @@ def _place(arm: Mapping[str, Any], level: Mapping[str, Any]) -> tuple[str, str]:
 def _remarks(entries: Sequence[Entry]) -> Iterator[Part]:
     if any(arm["acceptance_simulated"] for arm, _ in entries):
         yield paragraph(f"{SIMULATED}: acceptance is simulated, so speeds are the engine's and not a real draft's")
+    in_check = {arm["arm"]["name"]: arm["patch_sets_in_check"] for arm, _ in entries if arm.get("patch_sets_in_check")}
+    for name, patch_sets in in_check.items():
+        yield paragraph(f"{name}: {listing(patch_sets)} ran in check mode, a test that does the work twice: its speeds are no results")
     for arm, level in entries:
         where = f"{arm['arm']['name']} at {level['concurrency']}"
         if level["status"] != bench_runner.COMPLETED:

@@ -117,7 +117,7 @@ def _calibrated() -> Settings:
 def problems(args: Any) -> Iterator[str]:
     """Yield why dynamic speculation can't be had with the server's arguments, with the cure.
 
-    The launch checks on hosts say the same of most; what is in REFUSED is the server's alone.
+    The launch checks on hosts say the same before a server is started.
     """
 
     def get(name: str, default: Any = None) -> Any:
