@@ -48,7 +48,7 @@ class Host:
             "sglang_server_arms": {
                 "baseline": {"speculation": None},
                 "eagle3": {"speculation": SPECULATION},
-                "dynamic": {"speculation": SPECULATION, "dynamic": {"threshold": "auto"}},
+                "dynamic": {"speculation": SPECULATION | {"candidate_steps": [1, 3]}, "dynamic": {"threshold": "auto"}},
             },
             "sglang_server_instances": {"main": {"arm": "dynamic", "model": "target", "port": self.port}},
         }
@@ -110,6 +110,11 @@ def test_both_modes_are_measured_in_one_launch_and_what_came_of_it_is_shown(host
     assert [level["concurrency"] for level in found["evidence"]["levels"]] == [1, 4]
     assert all(level["pairs"] >= 3 and level["plain_tok_s"] > 0 for level in found["evidence"]["levels"])
     assert 0 <= found["low"] <= found["high"] <= found["evidence"]["most"]
+    assert found["steps_by_batch"].keys() >= {"1"}
+    assert set(found["steps_by_batch"].values()) <= {1, 3}
+    comparisons = found["evidence"]["comparisons"]
+    assert [(entry["deeper"], entry["shallower"]) for entry in comparisons] == [(3, 1), (1, 0)]
+    assert all([point["concurrency"] for point in entry["levels"]] == [1, 4] for entry in comparisons)
     assert "spec. tok/s" in run.output
     assert "running requests" in host.calibration.with_suffix(".html").read_text()
     assert processes_of(host.root) == [], "the instance did not run before"
@@ -122,6 +127,10 @@ def test_the_next_start_uses_it_and_a_second_one_changes_nothing(host, calibrate
     state = host.state()
     assert (state["high"], state["low"], state["force"]) == (found["high"], found["low"], None)
     assert state["min_dwell_steps"] == found["dwell_steps"]
+    slots = json.loads((host.root / "instances/main/adaptive.json").read_text())
+    assert slots == {size: {"candidate_steps": [steps]} for size, steps in found["steps_by_batch"].items()}
+    assert state["candidate_steps"] == sorted(set(found["steps_by_batch"].values()))
+    assert state["num_steps"] is None
     assert host.run("playbooks/start.yml").require_success().changed == {}
 
 

@@ -21,10 +21,11 @@ def beside() -> Iterator[None]:
     sys.path.remove(str(HERE))
 
 
-def named(name: str) -> ModuleType:
-    if name in sys.modules and getattr(sys.modules[name], "__file__", None) == str(HERE / f"{name}.py"):
+def named(name: str, directory: Path = HERE) -> ModuleType:
+    path = directory / f"{name}.py"
+    if name in sys.modules and getattr(sys.modules[name], "__file__", None) == str(path):
         return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, HERE / f"{name}.py")
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module

@@ -37,6 +37,11 @@ def bench() -> ModuleType:
 
 
 @pytest.fixture(scope="module")
+def over_baseline() -> ModuleType:
+    return named("over_baseline", HERE.with_name("target_verify"))
+
+
+@pytest.fixture(scope="module")
 def load() -> ModuleType:
     return named("load")
 
@@ -274,6 +279,22 @@ def test_a_load_begins_with_requests_that_are_half_way_and_ends_with_none(load, 
     assert {request.client for request in run.requests if request.sent > run.started + 0.35} == {0, 1}
     given = sum(request.tokens for request in run.requests)
     assert run.tokens_within(run.started, run.ended + 1) == pytest.approx(given)
+
+
+def test_a_load_of_so_many_requests_a_client_begins_at_once_and_ends_when_all_are_answered(load, servers):
+    server = servers["eagle3"]
+    run = load.Load("127.0.0.1", server.server_address[1], load.Workload(16, 24), lambda _second: 4, 4, 1, per_client=3)
+    run.run(lambda: None)
+    assert sorted(request.client for request in run.requests) == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3]
+    assert {request.tokens for request in run.requests} == {24}
+    assert set(server.asked) == {(16, 24)}, "none is half-way"
+
+
+def test_a_load_of_so_many_requests_a_client_whose_server_fails_says_so(load, servers):
+    port = servers["eagle3"].server_address[1] + 1
+    run = load.Load("127.0.0.1", port, load.Workload(16, 64), lambda _second: 2, 2, 1, per_client=3)
+    with pytest.raises(OSError, match="/generate on port"):
+        run.run(lambda: None)
 
 
 def test_a_load_whose_server_fails_says_so(load, servers):
@@ -589,6 +610,19 @@ def test_what_a_baseline_gains_by_planning_prefills_on_the_host_is_told():
     found = analysis._extra(cells)
     assert found["baseline over upstream"]["64"]["value"] == pytest.approx(1.05)
     assert found["dynamic over upstream"]["64"]["value"] == pytest.approx(1.03)
+
+
+def test_an_arm_besides_the_three_may_be_measured_under_high_loads_alone(bench):
+    items = bench.items(settings(bench), 2, 0, ["shallow"], extra_from=64)
+    assert sorted(item.level for item in items if item.arm == "shallow") == [64, 64, 128, 128]
+
+
+def test_the_best_of_several_fixed_arms_is_chosen_by_the_other_passes(over_baseline):
+    cell = {"baseline": 1.0, "eagle3": 2.0, "shallow": 1.5, "dynamic": 1.9}
+    lucky = cell | {"shallow": 2.5}
+    ratio = over_baseline.over_best({0: cell, 1: cell, 2: cell, 3: lucky})
+    assert ratio.value == pytest.approx(0.95), "one lucky pass does not choose what it is compared with"
+    assert over_baseline.over({0: cell, 1: {"baseline": 1.0}}, "shallow").value == pytest.approx(1.5)
 
 
 def test_an_arm_besides_the_three_is_measured_in_every_cell_and_under_no_load_that_changes(bench):
