@@ -206,6 +206,6 @@ def test_a_bad_default_set_is_refused_before_anything_is_measured(lab):
 
 def test_the_files_have_their_place_on_the_controller_and_the_program_stays(lab):
     lab.run(space={"dimensions": {"FAKE_SPEED": [None, "1.5"]}})
-    found = tune_run.manifest(lab.paths, "r1", "h")
+    found = tune_run.manifest(lab.paths, "r1")
     assert {"nccl/r1/h/search/result.json", "nccl/r1/h/search/definition.json"} <= {entry["place"] for entry in found}
     assert not any(entry["path"].endswith("program.py") for entry in found)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -377,14 +377,13 @@ def size_text(size: int) -> str:
     return f"{size} B"
 
 
-def manifest(paths: HostPaths, asked_run: str, host: str) -> list[dict[str, Any]]:
-    """Return the files of a run with size, sha256 and their place below the controller's results."""
+def manifest(paths: HostPaths, asked_run: str) -> list[dict[str, Any]]:
+    """Return the files of a run with size and sha256; the controller decides where they go."""
     directory = root(paths) / asked_run
-    found: Sequence[Path] = sorted(path for path in directory.rglob("*") if path.is_file() and path.name != "program.py")
+    found = sorted(path for path in directory.rglob("*") if path.is_file() and not path.is_symlink() and path.name != "program.py")
     return [
         {
             "path": path.relative_to(root(paths)).as_posix(),
-            "place": f"nccl/{asked_run}/{host}/{path.relative_to(directory).as_posix()}",
             "bytes": path.stat().st_size,
             "sha256": files.sha256_file(path),
         }
