@@ -43,6 +43,8 @@ class Limits:
     values: int = 500_000
     finite: bool = True
     """Refuse NaN and infinity, which JSON does not have."""
+    unicode: bool = True
+    """Refuse lone surrogates, which stand for bytes that are no UTF-8."""
 
 
 RECORD = Limits()
@@ -115,12 +117,12 @@ def check(value: Any, limits: Limits = RECORD) -> None:
         following: list[Any] = []
         for item in level:
             if isinstance(item, str):
-                _require_unicode(item)
+                _require_unicode(item, limits)
             elif isinstance(item, Mapping):
                 for key in item:
                     if not isinstance(key, str):
                         raise Malformed(f"a name is {_kind(key)}, not text")
-                    _require_unicode(key)
+                    _require_unicode(key, limits)
                 following.extend(item.values())
             elif isinstance(item, list | tuple):
                 following.extend(item)
@@ -135,8 +137,8 @@ def _whole(text: str) -> int:
     return int(text)
 
 
-def _require_unicode(text: str) -> None:
-    if text.isascii():
+def _require_unicode(text: str, limits: Limits) -> None:
+    if text.isascii() or not limits.unicode:
         return
     try:
         text.encode()
@@ -288,6 +290,11 @@ def _without(value: Any, places: set[tuple[str, ...]], where: tuple[str, ...]) -
         numbered = [(*where, str(number)) for number in range(len(value))]
         return [_without(item, places, place) for item, place in zip(value, numbered, strict=True) if place not in places]
     return value
+
+
+def shown(text: object) -> str:
+    """Return a text of somebody else as a message quotes it."""
+    return repr(cut(text, _SHOWN))
 
 
 def _kind(value: Any) -> str:

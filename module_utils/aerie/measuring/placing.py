@@ -20,6 +20,8 @@ from ansible.module_utils.aerie.words import cut, listing
 
 COMPONENT = re.compile(r"[A-Za-z0-9][\w.-]*")
 """What a component of a path is made of that a host may choose."""
+FILE_COMPONENT = re.compile(r"[A-Za-z0-9][\w.=-]*")
+"""And within a run: files of a search are called after what they tried, ``NCCL_PROTO=LL``."""
 LONGEST_COMPONENT = 200
 """In bytes: file systems have names of up to 255, and temporary ones are longer."""
 DEEPEST = 8
@@ -71,9 +73,9 @@ class Placed:
     problems: tuple[str, ...] = ()
 
 
-def is_component(name: object) -> bool:
+def is_component(name: object, pattern: re.Pattern[str] = COMPONENT) -> bool:
     """Say whether a host may call a file, a directory, a run, a cell or an experiment so."""
-    return isinstance(name, str) and bool(COMPONENT.fullmatch(name)) and len(name.encode(errors="replace")) <= LONGEST_COMPONENT
+    return isinstance(name, str) and bool(pattern.fullmatch(name)) and len(name.encode(errors="replace")) <= LONGEST_COMPONENT
 
 
 def is_own(name: str) -> bool:
@@ -184,7 +186,7 @@ def _checked(entry: Any, number: int) -> PurePosixPath:
     untrusted.require(entry, ENTRY, f"file {number}")
     text = entry["path"]
     parts = text.split("/")
-    if not all(is_component(part) for part in parts) or len(parts) > DEEPEST:
+    if not all(is_component(part, FILE_COMPONENT) for part in parts) or len(parts) > DEEPEST:
         raise untrusted.Malformed(f"{cut(text, 120)!r} is not a path that a file of a run may have")
     if not _SHA256.fullmatch(entry["sha256"]):
         raise untrusted.Malformed(f"{cut(text, 120)!r} comes without a sha256")

@@ -15,6 +15,7 @@ from ansible.module_utils.aerie.errors import AerieError, raise_all
 from ansible.module_utils.aerie.host import nccl
 from ansible.module_utils.aerie.measuring import benchmark
 from ansible.module_utils.aerie.paths import HostPaths
+from ansible.module_utils.aerie.releases import release_file
 from ansible.module_utils.aerie.serving import gpu_settings, launch_checks
 from ansible.module_utils.aerie.tuning import messages, micro, search, space
 from ansible.module_utils.aerie.words import listing
@@ -198,7 +199,7 @@ def _messages(asked: Request) -> list[messages.Message]:
 
 def _release(paths: HostPaths) -> str | None:
     try:
-        return str(files.read_json(paths.current / "release.json")["id"])
+        return str(release_file.read(paths.current)["id"])
     except (OSError, ValueError, KeyError):
         return None
 
