@@ -173,7 +173,7 @@ def _is_whole(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 ANYTHING = Kind("anything", lambda _: True)
@@ -264,31 +264,46 @@ def reading(what: object) -> Iterator[None]:
     """
     try:
         yield
-    except (ArithmeticError, LookupError, TypeError, AttributeError, RecursionError) as error:
+    except AerieError:
+        raise
+    except (ArithmeticError, LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise Malformed(f"{what}: it does not fit together ({type(error).__name__}: {cut(error, _SHOWN)})") from error
 
 
 def conform(value: Any, shape: Shape) -> tuple[Any, list[str]]:
-    """Return ``value`` with null for each part of another shape (nothing, in a list), and what it was.
+    """Return ``value`` as ``shape`` says, and what was otherwise.
 
     For evidence that may be missing anyway: what has the wrong type is as unknown as what could not
-    be read. A key that is missing stays so.
+    be read. It is null where the shape names its key, and left out of a list or of an object of any
+    names. A key that is missing stays so.
     """
-    found = [one for one in mismatches(value, shape) if one[2] is not MISSING]
-    if not found:
-        return value, []
-    problems = [f"{cut('.'.join(where), _SHOWN) or 'it'} is {_kind(item)}, not {kind}" for where, kind, item in found]
-    return _without(value, {where for where, _, _ in found}, ()), problems
+    problems: list[str] = []
+    found = _conform(value, shape, (), problems)
+    return (None if found is MISSING else found), problems
 
 
-def _without(value: Any, places: set[tuple[str, ...]], where: tuple[str, ...]) -> Any:
-    if where in places:
-        return None
-    if isinstance(value, Mapping):
-        return {name: _without(item, places, (*where, str(name))) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        numbered = [(*where, str(number)) for number in range(len(value))]
-        return [_without(item, places, place) for item, place in zip(value, numbered, strict=True) if place not in places]
+def _conform(value: Any, shape: Shape, where: tuple[str, ...], problems: list[str]) -> Any:
+    """Return what is right of a value, and MISSING where nothing is."""
+    if isinstance(shape, Maybe):
+        return None if value is None else _conform(value, shape.shape, where, problems)
+    kind = shape if isinstance(shape, Kind) else LIST if isinstance(shape, ListOf) else MAPPING
+    if not kind.test(value):
+        problems.append(f"{cut('.'.join(where), _SHOWN) or 'it'} is {_kind(value)}, not {kind.name}")
+        return MISSING
+    if isinstance(shape, ListOf):
+        items = [_conform(item, shape.shape, (*where, str(number)), problems) for number, item in enumerate(value)]
+        return [item for item in items if item is not MISSING]
+    if isinstance(shape, MapOf):
+        values = {name: _conform(item, shape.shape, (*where, str(name)), problems) for name, item in value.items()}
+        return {name: item for name, item in values.items() if item is not MISSING}
+    if isinstance(shape, Mapping):
+        changed = dict(value)
+        for name, inner in shape.items():
+            key = name.removesuffix("?")
+            if key in value:
+                item = _conform(value[key], inner, (*where, key), problems)
+                changed[key] = None if item is MISSING else item
+        return changed
     return value
 
 

@@ -15,6 +15,9 @@ from aerie_controller.detached import DetachedAction
 from aerie_controller.terminal import clean
 from aerie_controller.terminal_reports import nccl_search
 
+# isort: split
+from ansible.module_utils.aerie import untrusted
+
 WIDTH = 130
 
 
@@ -27,7 +30,8 @@ class ActionModule(DetachedAction):
         state = self._task.args.get("state", "searched")
         try:
             if state == "planned":
-                return {"changed": False, "experiments": self._planned(dict(self._task.args))}
+                with untrusted.reading("the result of the search"):
+                    return {"changed": False, "experiments": self._planned(dict(self._task.args))}
             if state == "decided":
                 return self._decided(dict(self._task.args), str((task_vars or {}).get("inventory_hostname")))
             result = super().run(tmp, task_vars)
@@ -52,7 +56,6 @@ class ActionModule(DetachedAction):
         return [asdict(one) for one in found]
 
     def _decided(self, given: dict[str, Any], host: str) -> dict[str, Any]:
-        from ansible.module_utils.aerie import untrusted
         from ansible.module_utils.aerie.errors import AerieError
         from ansible.module_utils.aerie.files import write_atomic
         from ansible.module_utils.aerie.tuning import decision

@@ -29,6 +29,7 @@ PLAIN = re.compile(r"[\w .,:;/+@=~*<>&!^-]*", re.ASCII)
 """Texts of these characters alone are no template, no expression that does anything, and no header of Jinja2's."""
 LIMITS = untrusted.Limits(size=8 << 20, depth=24, values=100_000, finite=False)
 _TEXT = "tag:yaml.org,2002:str"
+_RESOLVER = yaml.resolver.Resolver()
 
 
 class _Data(str):
@@ -159,10 +160,10 @@ def _marked(value: Any) -> Any:
 def _mark(text: str) -> str:
     """Return a text, marked unless it is plain.
 
-    Ansible works out the type of what stands behind ``!unsafe`` anew, whatever quotes it has: a text that would be a number or a date
-    then is never one that needs the mark.
+    Ansible works out the type of what stands behind ``!unsafe`` anew, whatever quotes it has. What would be a number, a date or a merge
+    key then, with a newline or without, is no template, and stays as it is.
     """
-    if PLAIN.fullmatch(text):
+    if PLAIN.fullmatch(text) or _RESOLVER.resolve(yaml.ScalarNode, text, (True, False)) != _TEXT:
         return text
     return _Data(text)
 

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import io
 import json
+import math
 import sys
 import tarfile
 from collections.abc import Callable, Iterator, Mapping
 from hashlib import sha256
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from ansible.parsing.dataloader import DataLoader
+from ansible.template import Templar
 
 PROJECT = Path(__file__).parents[2]
-sys.path.insert(0, str(PROJECT / "plugins/action"))
 HOST, OTHER, RUN = "gpu-01", "gpu-02", "20260601T220000Z"
 
 ESCAPE = "\x1b]0;owned\x07\x1b[31mred\x9b1m"
@@ -109,9 +110,20 @@ def state(directory: Path) -> dict[str, str]:
     return {path.relative_to(directory).as_posix(): path.read_text(errors="replace") for path in directory.rglob("*") if path.is_file()}
 
 
+def plugin_of(name: str) -> ModuleType:
+    """Return an action plugin's file as a module; modules of library/ have the same names, and are others."""
+    known = f"action_{name}"
+    if known not in sys.modules:
+        spec = importlib.util.spec_from_file_location(known, PROJECT / "plugins/action" / f"{name}.py")
+        assert spec and spec.loader
+        sys.modules[known] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[known])
+    return sys.modules[known]
+
+
 def action(name: str, arguments: dict[str, Any], answer: Callable[[dict[str, Any]], dict[str, Any]], check: bool = False) -> Any:
     """Return an action plugin of Aerie whose module is ``answer``; what that packs, it writes to the archive's path."""
-    plugin = importlib.import_module(name).ActionModule
+    plugin = plugin_of(name).ActionModule
     shell = SimpleNamespace(tmpdir="/tmp/remote", join_path=lambda *parts: "/".join(parts))
     packed: dict[str, bytes] = {}
 
@@ -144,3 +156,35 @@ RAW = (
     b'"\\ud800"', b'{"\\udfff": 1}', b"1" + b"0" * 400, b'{"a": 1} trailing', b"{'a': 1}", b" " * (17 << 20),
 )  # fmt: skip
 """Whole files that are no JSON, or none within bounds."""
+
+
+def load(text: str, directory: Path) -> dict[str, Any]:
+    """Read a file as ``-e @file`` does, with Ansible's own loader, and template all of it."""
+    path = directory / "variables.yml"
+    path.write_text(text)
+    loader = DataLoader()
+    values = loader.load_from_file(str(path), cache="none", trusted_as_template=True)
+    evaluated = Templar(loader=loader, variables={**values, "trap": "sprung"}).template(values)
+    assert same(evaluated, values), "something in the file was evaluated"
+    assert same(_plain(text), values)
+    assert all(line.isprintable() for line in text.split("\n"))
+    result: dict[str, Any] = values
+    return result
+
+
+def same(one: Any, other: Any) -> bool:
+    """Say whether two values are the same, also where they are no numbers."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        return list(one) == list(other) and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(same, one, other))
+    if isinstance(one, float) and isinstance(other, float) and math.isnan(one):
+        return math.isnan(other)
+    kinds = [next(kind for kind in (bool, int, float, str, type(None)) if isinstance(value, kind)) for value in (one, other)]
+    return kinds[0] is kinds[1] and bool(one == other)
+
+
+def _plain(text: str) -> Any:
+    from aerie_controller import generated_yaml
+
+    return generated_yaml.load(text)

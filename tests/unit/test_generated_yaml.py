@@ -6,7 +6,6 @@ a survey. The generated ones are the same in every run.
 
 from __future__ import annotations
 
-import math
 import os
 from pathlib import Path
 from typing import Any
@@ -53,32 +52,6 @@ def fixed(examples: int) -> settings:
     )
 
 
-def load(text: str, directory: Path) -> dict[str, Any]:
-    """Read a file as ``-e @file`` does, with Ansible's own loader, and template all of it."""
-    path = directory / "variables.yml"
-    path.write_text(text)
-    loader = DataLoader()
-    values = loader.load_from_file(str(path), cache="none", trusted_as_template=True)
-    evaluated = Templar(loader=loader, variables={**values, "trap": "sprung"}).template(values)
-    assert same(evaluated, values), "something in the file was evaluated"
-    assert same(generated_yaml.load(text), values)
-    assert all(line.isprintable() for line in text.split("\n"))
-    result: dict[str, Any] = values
-    return result
-
-
-def same(one: Any, other: Any) -> bool:
-    """Say whether two values are the same, also where they are no numbers."""
-    if isinstance(one, dict) and isinstance(other, dict):
-        return list(one) == list(other) and all(same(one[key], other[key]) for key in one)
-    if isinstance(one, list) and isinstance(other, list):
-        return len(one) == len(other) and all(map(same, one, other))
-    if isinstance(one, float) and isinstance(other, float) and math.isnan(one):
-        return math.isnan(other)
-    kinds = [next(kind for kind in (bool, int, float, str, type(None)) if isinstance(value, kind)) for value in (one, other)]
-    return kinds[0] is kinds[1] and bool(one == other)
-
-
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("generated")
@@ -115,7 +88,7 @@ def test_no_survey_gives_a_file_that_is_evaluated_or_has_another_key(directory, 
             continue
     text = captured(info, [SOURCE | source])
     if text is not None:
-        assert set(load(text, directory)) <= VARIABLES
+        assert set(hostile.load(text, directory)) <= VARIABLES
 
 
 def test_no_text_at_any_leaf_of_a_survey_is_evaluated_or_ends_a_comment(directory, record_property):
@@ -127,7 +100,7 @@ def test_no_text_at_any_leaf_of_a_survey_is_evaluated_or_ends_a_comment(director
             count += 1
         written = captured(info, [SOURCE | dict.fromkeys(("suite", "file", "fingerprint", "signed_by"), text)])
         assert written is not None
-        assert set(load(written, directory)) <= VARIABLES
+        assert set(hostile.load(written, directory)) <= VARIABLES
     assert count > 500
     record_property("counted texts at leaves of surveys", count)
 
@@ -136,12 +109,12 @@ def test_no_text_at_any_leaf_of_a_survey_is_evaluated_or_ends_a_comment(director
 @fixed(200)
 @given(head=st.lists(TEXTS, max_size=3), value=st.dictionaries(TEXTS, VALUES, max_size=5))
 def test_no_value_and_no_head_gives_another_key_or_is_evaluated(directory, name, head, value):
-    assert list(load(generated_yaml.document(head, {name: value}), directory)) == [name]
+    assert list(hostile.load(generated_yaml.document(head, {name: value}), directory)) == [name]
 
 
 def test_what_a_host_said_comes_back_as_it_was(directory):
     said = {text.replace("\udcff", "").replace("\ud800", ""): text.replace("\udcff", "").replace("\ud800", "") for text in hostile.TEXTS}
-    assert load(generated_yaml.document([], {"v": said}), directory)["v"] == said
+    assert hostile.load(generated_yaml.document([], {"v": said}), directory)["v"] == said
 
 
 @pytest.mark.parametrize(
@@ -155,13 +128,13 @@ def test_plain_texts_are_written_plainly(text):
 def test_a_template_is_marked_and_only_then_would_ansible_not_evaluate_it(text, directory):
     written = generated_yaml.variable("v", text)
     assert written.startswith("v: !unsafe")
-    assert load(f"---\n{written}\n", directory) == {"v": text}
+    assert hostile.load(f"---\n{written}\n", directory) == {"v": text}
 
 
 def test_a_file_without_the_mark_would_be_evaluated(directory):
     """What the other tests rely on: Ansible evaluates a file that is given with ``-e @``, and this harness sees it."""
     with pytest.raises(AssertionError, match="was evaluated"):
-        load("---\nv: '{{ trap }}'\n", directory)
+        hostile.load("---\nv: '{{ trap }}'\n", directory)
 
 
 @pytest.mark.parametrize("value", [hostile.nested(100), {"a": [0] * 200_000}])

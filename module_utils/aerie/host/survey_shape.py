@@ -66,11 +66,11 @@ SURVEY: untrusted.Shape = {
             **_keys(_text, "registry_dwords", "kernel_log", "kernel_log_reason"),
             "loaded?": _flag,
             "installed_age_s?": _number,
-            **_keys(Maybe(MapOf(_text)), "parameters", "uvm_parameters", "modprobe_files"),
+            **_keys(Maybe(MapOf(TEXT)), "parameters", "uvm_parameters", "modprobe_files"),
             "xids?": Maybe(ListOf({"seconds?": _number, "xid?": _whole, "pci?": _text, "message?": _text})),
         }
     ),
-    "topology?": Maybe({**_keys(Maybe(MapOf(_text)), "links", "p2p_read"), "reason?": _text}),
+    "topology?": Maybe({**_keys(Maybe(MapOf(TEXT)), "links", "p2p_read"), "reason?": _text}),
     "pci?": Maybe(
         {
             **_keys(_text, "source", "reason"),

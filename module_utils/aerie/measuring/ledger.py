@@ -175,11 +175,12 @@ def row(path: str, data: bytes) -> tuple[Row, dict[str, float]]:
     if not isinstance(record, dict):
         raise ValueError("not a JSON object")
     schema = record.get("schema")
-    if schema not in RECORD_SCHEMAS:
+    if not isinstance(schema, str) or schema not in RECORD_SCHEMAS:
         newer = isinstance(schema, str) and schema.startswith(RECORD_FAMILY)
         known = " or ".join(RECORD_SCHEMAS)
         raise ValueError(
-            f"schema {schema!r} is not {known}" + (": update Aerie, or collect the cell again" if newer else ": not one of Aerie's records")
+            f"schema {untrusted.shown(schema)} is not {known}"
+            + (": update Aerie, or collect the cell again" if newer else ": not one of Aerie's records")
         )
     untrusted.require(record, RECORD)
     release, times = record.get("release") or {}, record.get("times") or {}
@@ -225,19 +226,28 @@ def scan(results: Path) -> Content:
     owners: dict[str, str] = {}
     for file in sorted(results.rglob("record.json")):
         path = file.relative_to(results).as_posix()
-        try:
-            values, found = row(path, untrusted.read_bytes(file, untrusted.RECORD.size))
-            first = owners.setdefault(values[2], path)
-            if first != path:
-                raise ValueError(f"the same record_id as {first}: a copy? The first is kept; remove one")
-        except OSError as error:
-            problems.append(Problem(path, f"can't be read: {error.strerror}"))
-        except ValueError as error:
-            problems.append(Problem(path, str(error).removeprefix(f"{file}: ")))
-        else:
-            records[path] = values
-            metrics[path] = found
+        found = read_record(results, file)
+        if isinstance(found, Problem):
+            problems.append(found)
+            continue
+        values, figures = found
+        first = owners.setdefault(values[2], path)
+        if first != path:
+            problems.append(Problem(path, f"the same record_id as {first}: a copy? The first is kept; remove one"))
+            continue
+        records[path], metrics[path] = values, figures
     return Content(records, metrics, tuple(problems))
+
+
+def read_record(results: Path, file: Path) -> tuple[Row, dict[str, float]] | Problem:
+    """Return the ledger's row and metrics of one file below ``results``, or why it is left out."""
+    path = file.relative_to(results).as_posix()
+    try:
+        return row(path, untrusted.read_bytes(file, untrusted.RECORD.size))
+    except OSError as error:
+        return Problem(path, f"can't be read: {error.strerror}")
+    except ValueError as error:
+        return Problem(path, str(error).removeprefix(f"{file}: "))
 
 
 @contextmanager

@@ -73,9 +73,9 @@ def make(directory: Path) -> dict[str, Any]:
 def _make(directory: Path) -> dict[str, Any]:
     definition = _json(directory / bench_runner.DEFINITION)
     if definition.get("schema") != bench_runner.SCHEMA:
-        found = definition.get("schema")
+        found = untrusted.shown(definition.get("schema"))
         raise AerieError(
-            f"{directory}: definition.json has schema {found!r}, and this Aerie reads {bench_runner.SCHEMA}: use the one that wrote it"
+            f"{directory}: definition.json has schema {found}, and this Aerie reads {bench_runner.SCHEMA}: use the one that wrote it"
         )
     _require(definition, DEFINITION_SHAPE, directory / bench_runner.DEFINITION)
     outcome = _json(directory / bench_runner.OUTCOME) if (directory / bench_runner.OUTCOME).exists() else None
