@@ -274,8 +274,8 @@ def conform(value: Any, shape: Shape) -> tuple[Any, list[str]]:
     """Return ``value`` as ``shape`` says, and what was otherwise.
 
     For evidence that may be missing anyway: what has the wrong type is as unknown as what could not
-    be read. It is null where the shape names its key, and left out of a list or of an object of any
-    names. A key that is missing stays so.
+    be read. It is null where the shape allows that, and else left out, with the object around it
+    where that needs it.
     """
     problems: list[str] = []
     found = _conform(value, shape, (), problems)
@@ -300,9 +300,16 @@ def _conform(value: Any, shape: Shape, where: tuple[str, ...], problems: list[st
         changed = dict(value)
         for name, inner in shape.items():
             key = name.removesuffix("?")
-            if key in value:
-                item = _conform(value[key], inner, (*where, key), problems)
-                changed[key] = None if item is MISSING else item
+            item = _conform(value[key], inner, (*where, key), problems) if key in value else MISSING
+            if key in value and item is not MISSING:
+                changed[key] = item
+            elif key in value and isinstance(inner, Maybe):
+                changed[key] = None
+            elif name == key:  # without it the object says nothing
+                problems += [] if key in value else [f"{cut('.'.join((*where, key)), _SHOWN)} is missing"]
+                return MISSING
+            else:
+                changed.pop(key, None)
         return changed
     return value
 

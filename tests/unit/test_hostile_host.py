@@ -20,6 +20,7 @@ import pytest
 import yaml
 from ansible.errors import AnsibleError
 from ansible.module_utils.aerie.errors import AerieError
+from ansible.module_utils.aerie.host import survey_shape
 from hostile import HOST, OTHER, RUN
 from test_capture import GIVEN, INFO, SOURCE
 
@@ -104,6 +105,9 @@ def test_no_answer_raises_or_touches_anything_of_another(name, tmp_path, said, r
         except (AerieError, AnsibleError):  # Ansible shows its message, cleaned
             continue
         assert isinstance(result, dict)
+        if name == "gpu_host_info" and not result.get("failed"):
+            survey = {key: value for key, value in result.items() if key not in ("changed", "recording_path", "recording")}
+            assert survey_shape.checked(survey) == (survey, [])
         if mine.exists():
             generated_yaml.read(mine)
     after = hostile.state(tree)
@@ -259,6 +263,7 @@ LIARS: dict[str, Any] = {
     "wrong": lambda key, value: {name: [None, True, {}] for name in value},
     "nothing": lambda key, value: {},
     "list": lambda key, value: [value],
+    "fails": lambda key, value: {"failed": True, "msg": hostile.ESCAPE, "stderr": hostile.ESCAPE, hostile.ESCAPE: 1},
 }
 
 
