@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ansible.module_utils.aerie.errors import AerieError
-from ansible.module_utils.aerie.words import cut, listing
+from ansible.module_utils.aerie.words import clean_lines, cut, listing
 
 MOST_PROBLEMS = 3
 """How many problems one message names."""
@@ -155,6 +155,19 @@ def _require_number(value: Any, limits: Limits) -> None:
             raise Malformed(f"a number is {value}")
     else:
         raise Malformed(f"a value is {_kind(value)}, which JSON does not have")
+
+
+def made_unicode(value: Any) -> Any:
+    """Return a value within bounds, its every text Unicode: a byte that is none becomes visible."""
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            return clean_lines(value)
+        return value
+    if isinstance(value, Mapping):
+        return {made_unicode(name): made_unicode(item) for name, item in value.items()}
+    return [made_unicode(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 # ---- shapes ----

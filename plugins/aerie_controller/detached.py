@@ -25,8 +25,8 @@ REPLACED = ("profile", "calibration")
 
 LONGEST_SECONDS = 100 * 86400
 LONGEST_PROGRESS = 400
-JOB = untrusted.Limits(size=64 << 20, finite=False)
-"""A job's result lists the files of its run, and may hold a figure that is no number."""
+JOB = untrusted.Limits(size=64 << 20, finite=False, unicode=False)
+"""A job's result lists the files of its run, and may hold a figure that is no number, or a line of a log that is no UTF-8."""
 JOB_STATE = {
     "progress": untrusted.Maybe(
         {
@@ -155,7 +155,7 @@ class DetachedAction(ActionBase):
                 time.sleep(RETRY_SECONDS)
                 continue
             try:
-                state = untrusted.parse(answer["stdout"], JOB)
+                state = untrusted.made_unicode(untrusted.parse(answer["stdout"], JOB))
                 untrusted.require(state, JOB_STATE)
             except untrusted.Malformed as error:
                 said = cut(answer["stderr"] or answer["stdout"], 300)

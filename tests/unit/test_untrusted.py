@@ -16,7 +16,7 @@ from typing import Any
 import example_records
 import hostile
 import pytest
-from ansible.module_utils.aerie import untrusted
+from ansible.module_utils.aerie import lease_file, untrusted
 from ansible.module_utils.aerie.host import capture, host_info, survey_shape
 from ansible.module_utils.aerie.measuring import collection, ledger, records, verdict
 from ansible.module_utils.aerie.profiling import profile_levels
@@ -201,6 +201,22 @@ def test_a_release_that_says_something_else_is_none(tmp_path, record_property):
         with pytest.raises(untrusted.Malformed, match=said):
             release_file.read(path.parent)
     record_property("counted release.json of hostile hosts", count)
+
+
+# ---- leases ----
+
+
+def test_a_lease_that_is_none_is_told_as_such(tmp_path, record_property):
+    good = {"owner": {"run": "1.2", "user": "ops", "controller": "deploy"}, "seconds": 900, "expires": 1.5e9}
+    path, count = tmp_path / "lease.json", 0
+    for content in (*broken(good), b"[]", b'"x"', b"5", b'{"owner":null}', b"{}"):
+        path.write_bytes(content)
+        count += 1
+        with contextlib.suppress(untrusted.Malformed):
+            assert set(lease_file.read(path)) >= set(good)
+    path.write_text(json.dumps(good))
+    assert lease_file.read(path) == good
+    record_property("counted leases of hostile hosts", count)
 
 
 # ---- job results ----

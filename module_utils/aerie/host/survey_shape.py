@@ -11,7 +11,6 @@ from typing import Any
 
 from ansible.module_utils.aerie import untrusted
 from ansible.module_utils.aerie.untrusted import FLAG, LIST, MAPPING, NUMBER, TEXT, WHOLE, Kind, ListOf, MapOf, Maybe
-from ansible.module_utils.aerie.words import clean_lines
 
 LIMITS = untrusted.Limits(size=untrusted.SURVEY.size, unicode=False)
 MOST_GPUS = 256
@@ -140,20 +139,7 @@ def checked(survey: Any) -> tuple[dict[str, Any], list[str]]:
     if not isinstance(survey, Mapping):
         raise untrusted.Malformed("it is no survey")
     untrusted.check(survey, LIMITS)
-    found, problems = untrusted.conform(_unicode(survey), SURVEY)
+    found, problems = untrusted.conform(untrusted.made_unicode(survey), SURVEY)
     if len(found.get("gpus") or ()) > MOST_GPUS:
         raise untrusted.Malformed(f"it has {len(found['gpus']):,} GPUs")
     return found, problems
-
-
-def _unicode(value: Any) -> Any:
-    """Return a value whose every text is Unicode: a byte of a file that is none becomes visible."""
-    if isinstance(value, str):
-        try:
-            value.encode()
-        except UnicodeEncodeError:
-            return clean_lines(value)
-        return value
-    if isinstance(value, Mapping):
-        return {_unicode(name): _unicode(item) for name, item in value.items()}
-    return [_unicode(item) for item in value] if isinstance(value, list | tuple) else value
