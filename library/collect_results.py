@@ -10,6 +10,8 @@ description:
   - Turns every cell of a host's runs into one C(record.json) beside its raw files, which are only read.
   - The action plugin then brings raw files and records to C(<dest>/<experiment>/<run_id>/<host>/<cell>/) in one transfer, checks
     their hashes and puts them in place atomically. What is there already, with the same content, is not fetched again.
+  - The controller decides about these places. The host is its name in the inventory, and a cell that says otherwise is not taken.
+    A cell that is damaged, or not what a cell should be, is one of the RV(problems), and the others are brought.
   - The same raw files give the same record, byte for byte.
 author: Aerie contributors (!UNKNOWN)
 options:
@@ -23,6 +25,12 @@ options:
   dest:
     description: The directory on the controller that results are kept in. Null brings nothing.
     type: path
+  fetch_limits:
+    description:
+      - How much is brought at once, at most, with C(gib) (16) and C(files) (20000). A host that says more, or sends more, is refused.
+        The action plugin uses it.
+    type: dict
+    default: {}
   archive:
     description: Where to put an archive of O(wanted) on the host. The action plugin uses it.
     type: path
@@ -65,7 +73,7 @@ written:
   elements: str
   sample: [20260601T220000Z/eagle3-c4-r1]
 files:
-  description: All files of the cells, with their place on the controller, size and sha256.
+  description: All files of the cells, with size, sha256 and, where O(dest) is given, their place on the controller.
   returned: success
   type: list
   elements: dict
@@ -74,6 +82,12 @@ files:
       place: demo/20260601T220000Z/gpu-01/eagle3-c4-r1/outcome.json
       bytes: 140
       sha256: 9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08
+problems:
+  description: Cells that were left out, and why.
+  returned: success
+  type: list
+  elements: str
+  sample: []
 fetched:
   description: The files that were, or in check mode would be, brought to O(dest).
   returned: when O(dest) is given
@@ -97,6 +111,7 @@ def main() -> None:
             "root": {"type": "path", "required": True},
             "run_id": {"type": "str"},
             "dest": {"type": "path"},
+            "fetch_limits": {"type": "dict", "default": {}},
             "archive": {"type": "path"},
             "wanted": {"type": "list", "elements": "str", "default": []},
             "lease": {"type": "dict"},
@@ -113,7 +128,13 @@ def main() -> None:
         found = collection.collect(paths.runs, module.params["run_id"], write=not module.check_mode)
     except AerieError as error:
         module.fail_json(msg=str(error))
-    module.exit_json(changed=bool(found.written), records=list(found.records), written=list(found.written), files=list(found.files))
+    module.exit_json(
+        changed=bool(found.written),
+        records=list(found.records),
+        written=list(found.written),
+        files=list(found.files),
+        problems=list(found.problems),
+    )
 
 
 if __name__ == "__main__":

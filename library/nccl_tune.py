@@ -128,6 +128,10 @@ options:
   dest:
     description: The directory on the controller that results are kept in; files come to C(<dest>/nccl/<run_id>/<host>/).
     type: path
+  fetch_limits:
+    description: How much is brought at once, at most, with C(gib) (16) and C(files) (20000); more is refused. The action plugin uses it.
+    type: dict
+    default: {}
   archive:
     description: Where to put an archive of O(wanted) on the host. The action plugin uses it.
     type: path
@@ -317,6 +321,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "host_info": {"type": "dict", "default": {}},
     "lease": {"type": "dict"},
     "dest": {"type": "path"},
+    "fetch_limits": {"type": "dict", "default": {}},
     "archive": {"type": "path"},
     "wanted": {"type": "list", "elements": "str", "default": []},
     "result": {"type": "dict", "default": {}},
@@ -371,7 +376,7 @@ def _search(module: AnsibleModule, paths: HostPaths) -> dict[str, Any]:
     def work(progress: jobs.Progress) -> dict[str, Any]:
         result = tune_run.run(job, progress.update)
         # Going on with a run that is complete measures nothing.
-        return {"changed": result["measured_now"] > 0, "result": result, "files": tune_run.manifest(paths, asked.run_id, asked.host)}
+        return {"changed": result["measured_now"] > 0, "result": result, "files": tune_run.manifest(paths, asked.run_id)}
 
     jobs.start(place, work)
     return {**told, "job": str(place)}

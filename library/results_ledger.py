@@ -122,7 +122,7 @@ def main() -> None:
     rebuilding = module.params["state"] == "rebuilt"
     file = Path(module.params["ledger"] or results / ledger.LEDGER_NAME)
     try:
-        made = collection.remake(results, everything=rebuilding, write=not module.check_mode)
+        remade = collection.remake(results, everything=rebuilding, write=not module.check_mode)
         wanted = ledger.scan(results)
         change = ledger.plan(file, wanted)
         if change.any and not module.check_mode:
@@ -134,11 +134,13 @@ def main() -> None:
         module.fail_json(msg=str(error))
     except OSError as error:
         module.fail_json(msg=f"the ledger {file} can't be written: {error.strerror}: {error.filename}")
+    for cell in remade.problems:
+        module.warn(f"no record can be made: {cell}")
     for problem in wanted.problems:
         module.warn(f"left out of the ledger: {problem}")
     module.exit_json(
-        changed=change.any or bool(made),
-        made=made,
+        changed=change.any or bool(remade.changed),
+        made=list(remade.changed),
         ledger=str(file),
         records=len(wanted.records),
         runs=len(ledger.runs(wanted)),

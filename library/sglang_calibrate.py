@@ -124,6 +124,10 @@ options:
       - V(experiment) and V(run_id) name it, V(plain) and V(speculative) its arms, V(most) is the most requests that a server runs at once.
     type: dict
     default: {}
+  fetch_limits:
+    description: How much is brought at once, at most, with C(gib) (16) and C(files) (20000); more is refused. The action plugin uses it.
+    type: dict
+    default: {}
   archive:
     description: Where to put an archive of O(wanted) on the host. The action plugin uses it.
     type: path
@@ -271,6 +275,7 @@ def main() -> None:
             "path": {"type": "path"},
             "page": {"type": "path"},
             "records": {"type": "dict", "default": {}},
+            "fetch_limits": {"type": "dict", "default": {}},
             "archive": {"type": "path"},
             "wanted": {"type": "list", "elements": "str", "default": []},
         },
@@ -326,8 +331,7 @@ def _calibrate(module: AnsibleModule, paths: HostPaths) -> dict[str, Any]:
 
     def work(progress: jobs.Progress) -> dict[str, Any]:
         told = calibration_run.run(job, progress.update)
-        where = f"calibration/{given['run_id']}/{given['host']}"
-        return {**told, "files": calibration_files.manifest(calibration_request.root(paths), directory, where)}
+        return {**told, "files": calibration_files.manifest(calibration_request.root(paths), directory)}
 
     jobs.start(place, work)
     return {"changed": True, "job": str(place), "run_directory": str(directory)}

@@ -110,6 +110,10 @@ options:
     description: Bring the torch traces themselves too; they can be large, and their summary comes in any case.
     type: bool
     default: false
+  fetch_limits:
+    description: How much is brought at once, at most, with C(gib) (16) and C(files) (20000); more is refused. The action plugin uses it.
+    type: dict
+    default: {}
   archive:
     description: Where to put an archive of O(wanted) on the host. The action plugin uses it.
     type: path
@@ -233,6 +237,7 @@ def main() -> None:
             "lease": {"type": "dict"},
             "dest": {"type": "path"},
             "fetch_traces": {"type": "bool", "default": False},
+            "fetch_limits": {"type": "dict", "default": {}},
             "archive": {"type": "path"},
             "wanted": {"type": "list", "elements": "str", "default": []},
         },
@@ -283,9 +288,7 @@ def _profile(module: AnsibleModule, paths: HostPaths) -> dict[str, Any]:
 
 
 def _manifest(module: AnsibleModule, paths: HostPaths, directory: Path) -> list[dict[str, Any]]:
-    given = module.params
-    place = f"profile/{given['run_id']}/{given['host']}/{given['arm']['name']}"
-    return profile_levels.manifest(profile_request.root(paths), directory, place, given["fetch_traces"])
+    return profile_levels.manifest(profile_request.root(paths), directory, module.params["fetch_traces"])
 
 
 if __name__ == "__main__":

@@ -70,6 +70,15 @@ def playbook(*arguments: str | Path, variables: Mapping[str, Any] | None = None,
     return Run(done.returncode, done.stdout + done.stderr, **account)
 
 
+def generated(path: Path) -> dict[str, Any]:
+    """What a variables file says that a playbook made of a host's words."""
+    sys.path.insert(0, str(PROJECT / "plugins"))
+    from aerie_controller import generated_yaml
+
+    found: dict[str, Any] = generated_yaml.read(path)
+    return found
+
+
 def processes_of(root: Path) -> list[str]:
     """Processes on this machine that belong to the host tree at `root`, each as "pid argv"."""
     argv = [sys.executable, "-c", PROCESSES_OF, str(root)]

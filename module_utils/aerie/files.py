@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from ansible.module_utils.aerie import untrusted
+
 
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
@@ -64,8 +66,8 @@ def write_json(path: Path, value: Any, mode: int = 0o644) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """Return the value of a JSON file; raises OSError or ValueError as the standard library does."""
-    return json.loads(path.read_text())
+    """Return the value of a JSON file of this machine; raises OSError, or ValueError where it is not JSON within bounds."""
+    return untrusted.read(path, untrusted.FILE, follow=True)
 
 
 def sha256_bytes(data: bytes) -> str:

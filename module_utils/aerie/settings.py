@@ -52,6 +52,7 @@ def check(settings: Mapping[str, Any], project: Project) -> list[str]:
         check_root(settings.get("aerie_root")),
         check_results(settings.get("aerie_results")),
         check_lease(settings.get("aerie_lease_seconds")),
+        check_fetch_limits(settings.get("aerie_fetch_limit_gib"), settings.get("aerie_fetch_limit_files")),
         check_catalog(catalog, project.resolve_revision(settings) if project.resolve_revision else None),
         check_model_transfers(settings),
         check_tuning(settings, project.tuning),
@@ -96,6 +97,14 @@ def check_lease(seconds: Any) -> Iterator[str]:
     """A lease outlives the longest single step between two renewals."""
     if isinstance(seconds, int) and seconds < SHORTEST_LEASE_SECONDS:
         yield f"aerie_lease_seconds is {seconds}: another run could take the host over within a step: set {SHORTEST_LEASE_SECONDS} or more"
+
+
+def check_fetch_limits(gib: Any, files: Any) -> Iterator[str]:
+    """Something must fit, or nothing is ever brought."""
+    if isinstance(gib, int | float) and not 0 < gib <= 1 << 20:
+        yield f"aerie_fetch_limit_gib is {gib}: it must be more than 0, in GiB"
+    if isinstance(files, int) and files < 1:
+        yield f"aerie_fetch_limit_files is {files}: it must be 1 or more"
 
 
 def check_catalog(catalog: Mapping[str, Any], resolve: model_catalog.Resolve | None = None) -> Iterator[str]:

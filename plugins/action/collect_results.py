@@ -5,14 +5,18 @@
 from __future__ import annotations
 
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
 from ansible.plugins.action import ActionBase
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-import aerie_controller  # noqa: F401  makes ansible.module_utils.aerie importable
+from aerie_controller import fetching, terminal  # makes ansible.module_utils.aerie importable
+
+# isort: split
+from ansible.module_utils.aerie import untrusted
+from ansible.module_utils.aerie.errors import AerieError
+from ansible.module_utils.aerie.measuring import collection, placing
 
 
 class ActionModule(ActionBase):
@@ -20,36 +24,43 @@ class ActionModule(ActionBase):
     _supports_check_mode = True
 
     def run(self, tmp: str | None = None, task_vars: dict[str, Any] | None = None) -> dict[str, Any]:
-        from ansible.module_utils.aerie.errors import AerieError
-        from ansible.module_utils.aerie.measuring import collection
-
         result: dict[str, Any] = super().run(tmp, task_vars)
-        found = self._execute_module(module_args=dict(self._task.args), task_vars=task_vars)
-        dest = self._task.args.get("dest")
-        if found.get("failed") or not dest:
-            return result | found
+        variables, arguments = task_vars or {}, dict(self._task.args)
         try:
-            lacking = collection.missing(found["files"], Path(dest))
-            if lacking and not self._task.check_mode:
-                self._fetch(lacking, Path(dest), task_vars)
+            limits = fetching.take_limits(arguments)
         except AerieError as error:
-            return result | found | {"failed": True, "msg": str(error)}
-        return result | found | {"changed": found["changed"] or bool(lacking), "fetched": [entry["place"] for entry in lacking]}
-
-    def _fetch(self, lacking: list[dict[str, Any]], dest: Path, task_vars: dict[str, Any] | None) -> None:
-        from ansible.module_utils.aerie.errors import AerieError
-        from ansible.module_utils.aerie.measuring import collection
-
-        shell = self._connection._shell
-        remote = shell.join_path(shell.tmpdir or self._make_tmp_path(), "results.tar.gz")
-        arguments = {"root": self._task.args["root"], "archive": remote, "wanted": [entry["path"] for entry in lacking]}
-        packed = self._execute_module(module_args=arguments, task_vars=task_vars)
-        if packed.get("failed"):
-            raise AerieError(f"the host could not pack its results: {packed.get('msg')}")
+            return result | {"failed": True, "msg": str(error)}
+        answer = self._execute_module(module_args=arguments, task_vars=task_vars)
+        dest = arguments.get("dest")
+        if answer.get("failed") or not dest:
+            return result | answer
         try:
-            with tempfile.TemporaryDirectory() as scratch:
-                local = Path(scratch) / "results.tar.gz"
-                self._connection.fetch_file(remote, str(local))
-                collection.unpack(local, lacking, dest)
-        finally:
-            self._remove_tmp_path(shell.tmpdir, force=True)
+            with untrusted.reading("the host's answer"):
+                return result | self._collect(answer, Path(dest), limits, variables)
+        except (AerieError, OSError) as error:
+            return result | {"failed": True, "msg": _message(error)}
+
+    def _collect(self, answer: dict[str, Any], dest: Path, limits: placing.Limits, variables: dict[str, Any]) -> dict[str, Any]:
+        host = placing.require_host(variables.get("inventory_hostname"))
+        untrusted.require(answer, {"problems?": untrusted.ListOf(untrusted.TEXT)})
+        placed = placing.of_cells(answer.get("files"), answer.get("records"), host, self._task.args.get("run_id"))
+        lacking = collection.missing(placed.entries, dest)
+        problems = [*answer.get("problems", []), *placed.problems]
+        if lacking and not self._task.check_mode:
+            packing = {"root": self._task.args["root"]}
+            problems += fetching.bring(self, lacking, dest, variables, "results", limits, packing, examine=collection.cell_agrees)
+        for problem in problems:
+            terminal.warn(f"{host}: not collected: {problem}")
+        if not self._task.check_mode:
+            lacking = [entry for entry in lacking if (dest / entry.place).is_file()]
+        places = {entry.path: entry.place for entry in placed.entries}
+        return answer | {
+            "changed": bool(answer.get("changed")) or bool(lacking),
+            "files": [entry | {"place": places[entry["path"]]} for entry in answer["files"] if entry["path"] in places],
+            "fetched": [entry.place for entry in lacking],
+            "problems": problems,
+        }
+
+
+def _message(error: AerieError | OSError) -> str:
+    return f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error)

@@ -52,7 +52,10 @@ class ActionModule(ActionBase):
         for problem in content.problems:
             terminal.warn(f"left out of the report: {problem}")
         records = ledger.choose(content, arguments["run_ids"], arguments["experiments"])
-        groups = verdict.groups(records, arguments["baseline"])
+        unfit: list[str] = []
+        groups = verdict.groups(records, arguments["baseline"], unfit)
+        for why in unfit:
+            terminal.warn(f"left out of the report: {why}")
         found = {
             "path": str(path),
             "run_ids": sorted({group.run_id for group in groups}),

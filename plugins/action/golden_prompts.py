@@ -14,6 +14,9 @@ from ansible.plugins.action import ActionBase
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from aerie_controller import PROJECT, terminal
 
+MOST_LINES, LONGEST_LINE = 200, 400
+"""Of what a host sums up, which a person reads."""
+
 
 class ActionModule(ActionBase):
     _supports_check_mode = True
@@ -31,8 +34,9 @@ class ActionModule(ActionBase):
         except AerieError as error:
             return result | {"failed": True, "msg": str(error)}
         answer = self._execute_module(module_args=arguments, task_vars=variables)
-        for line in answer.get("summary", []):
-            terminal.progress(variables.get("inventory_hostname", "?"), line)
+        summary = answer.get("summary")
+        for line in summary[:MOST_LINES] if isinstance(summary, list) else ():
+            terminal.progress(variables.get("inventory_hostname", "?"), terminal.cut(line, LONGEST_LINE))
         return result | answer
 
 

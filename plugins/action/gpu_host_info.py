@@ -12,26 +12,50 @@ from ansible.module_utils.parsing.convert_bool import boolean
 from ansible.plugins.action import ActionBase
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-import aerie_controller  # noqa: F401  makes ansible.module_utils.aerie importable
+from aerie_controller import terminal  # makes ansible.module_utils.aerie importable
+
+# isort: split
+from ansible.module_utils.aerie import untrusted
+from ansible.module_utils.aerie.errors import AerieError
+from ansible.module_utils.aerie.files import write_json
+from ansible.module_utils.aerie.host import anonymize, recordings, survey_shape
+from ansible.module_utils.aerie.measuring import placing
+from ansible.module_utils.aerie.words import listing
+
+BY_ANSIBLE = ("changed", "failed", "warnings", "deprecations", "invocation", "exception", "ansible_facts")
+MOST_SHOWN = 5
 
 
 class ActionModule(ActionBase):
     _supports_check_mode = True
 
     def run(self, tmp: str | None = None, task_vars: dict[str, Any] | None = None) -> dict[str, Any]:
-        from ansible.module_utils.aerie.files import write_json
-        from ansible.module_utils.aerie.host import anonymize, recordings
-
         result: dict[str, Any] = super().run(tmp, task_vars)
         variables, target = task_vars or {}, self._task.args.get("record_to")
         answer = self._execute_module(module_args=dict(self._task.args), task_vars=task_vars)
-        recording = answer.get("recording")
-        if answer.get("failed") or not recording:
-            return result | answer
         name = str(variables.get("inventory_hostname", "host"))
-        answer["recording"] = anonymize.anonymize(recording, besides=(name, str(variables.get("ansible_host", name))))
+        if answer.get("failed") or answer.get("unreachable"):
+            return result | answer
+        # One look for all that follows: rules, capture, settings of servers.
+        said_by_ansible = {key: value for key, value in answer.items() if key in BY_ANSIBLE or key.startswith("_ansible")}
+        try:
+            survey, problems = survey_shape.checked({key: value for key, value in answer.items() if key not in said_by_ansible})
+            with untrusted.reading("the recording"):
+                recording = survey.get("recording")
+                if recording:
+                    besides = (name, str(variables.get("ansible_host", name)))
+                    recording = survey["recording"] = anonymize.anonymize(recording, besides=besides)
+            directory = placing.require_host(name)
+        except AerieError as error:
+            return result | {"failed": True, "msg": f"the host's survey can't be used: {error}"}
+        if problems:
+            more = f" and {len(problems) - MOST_SHOWN} more" if len(problems) > MOST_SHOWN else ""
+            terminal.warn(f"{name}: the survey is not as documented; taken as unknown: {listing(problems[:MOST_SHOWN])}{more}")
+        answer = said_by_ansible | survey
+        if not recording:
+            return result | answer
         if target and not self._task.check_mode:
-            path = Path(str(target)).expanduser() / name / recordings.RECORDING
+            path = Path(str(target)).expanduser() / directory / recordings.RECORDING
             try:
                 write_json(path, answer["recording"])
             except OSError as error:

@@ -14,11 +14,22 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from aerie_controller import PROJECT, variables_file
 
 # isort: split
+from ansible.module_utils.aerie import untrusted
 from ansible.module_utils.aerie.errors import AerieError
 from ansible.module_utils.aerie.files import write_atomic
-from ansible.module_utils.aerie.host import capture
+from ansible.module_utils.aerie.host import capture, survey_shape
 
 PROFILES = PROJECT / "tuning/profiles.yml"
+SOURCES = untrusted.ListOf(
+    {
+        "url": untrusted.TEXT,
+        "suite": untrusted.Maybe(untrusted.TEXT),
+        "components": untrusted.ListOf(untrusted.TEXT),
+        "signed_by": untrusted.Maybe(untrusted.TEXT),
+        "file": untrusted.TEXT,
+        "fingerprint": untrusted.Maybe(untrusted.TEXT),
+    }
+)
 
 
 class ActionModule(ActionBase):
@@ -37,8 +48,15 @@ class ActionModule(ActionBase):
         answer = self._execute_module(module_args=asked, task_vars=task_vars)
         if answer.get("failed") or answer.get("unreachable"):
             return result | answer
-        sections = capture.sections(info, answer["sources"], arguments.get("given") or {}, self._sysctls())
-        text = variables_file.render(host, info, sections)
+        try:
+            info, _ = survey_shape.checked({key: value for key, value in info.items() if not key.startswith("_ansible")})
+            untrusted.check(answer.get("sources"))
+            untrusted.require(answer.get("sources"), SOURCES, "sources")
+            with untrusted.reading("the survey"):
+                sections = capture.sections(info, answer["sources"], arguments.get("given") or {}, self._sysctls())
+                text = variables_file.render(host, info, sections)
+        except AerieError as error:
+            return result | {"failed": True, "msg": f"what the host says can't be captured: {error}"}
         try:
             before = to.read_text() if to.is_file() else ""
             changed = variables_file.without_date(before) != variables_file.without_date(text)

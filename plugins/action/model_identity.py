@@ -15,12 +15,33 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from aerie_controller import PROJECT, terminal
 from aerie_controller.detached import DetachedAction
+from aerie_controller.terminal import clean
+
+# isort: split
+from ansible.module_utils.aerie import untrusted
 
 CACHE = PROJECT / ".cache" / "identities"
 HUB_LOCK = PROJECT / "locks" / "hub.txt"
 TUNNEL_SECONDS = 30
 ALLOCATED = re.compile(r"Allocated port (\d+) for remote forward")
 TOLD = ("changed", "missing", "diff")
+ANSWER = {
+    "again?": untrusted.FLAG,
+    "job?": untrusted.TEXT,
+    "missing?": untrusted.Maybe(untrusted.MapOf(untrusted.ListOf(untrusted.WORD))),
+    "unreachable?": untrusted.MapOf(untrusted.Kind("a name and a port", lambda value: is_place(value))),
+}
+
+
+def is_place(value: Any) -> bool:
+    """Say whether a value is a name of a host and a port."""
+    return (
+        isinstance(value, list | tuple)
+        and len(value) == 2
+        and untrusted.WORD.test(value[0])
+        and untrusted.COUNT.test(value[1])
+        and value[1] < 1 << 16
+    )
 
 
 class ActionModule(DetachedAction):
@@ -44,26 +65,36 @@ class ActionModule(DetachedAction):
             self._remove_tmp_path(self._connection._shell.tmpdir)
 
     def _bring(self, arguments: dict[str, Any], variables: dict[str, Any], tunnels: contextlib.ExitStack) -> dict[str, Any]:
-        answer = self._execute_module(module_args=arguments, task_vars=variables)
+        answer = self._ask(arguments, variables)
         if answer.get("again") and not answer.get("failed"):
             prepared = self._follow(str(answer["job"]), variables)
             if prepared.get("failed") or prepared.get("unreachable"):
                 return answer | prepared
-            answer = self._execute_module(module_args=arguments, task_vars=variables)
+            answer = self._ask(arguments, variables)
         if answer.get("unreachable") and not answer.get("failed") and isinstance(answer["unreachable"], Mapping):
             for name, (host, port) in answer["unreachable"].items():
+                require_source(name, host, port, arguments["models"], arguments["addresses"])
                 address = arguments["addresses"].setdefault(name, {})
                 address["tunnel"] = tunnels.enter_context(self._tunnel(name, host, port, variables))
-            answer = self._execute_module(module_args=arguments, task_vars=variables)
+            answer = self._ask(arguments, variables)
         told = {key: answer[key] for key in TOLD if key in answer}
         if not answer.get("failed") and not self._task.check_mode and answer.get("missing") and "job" not in answer:
             arguments["incoming"] = self._send(arguments["models"], arguments["manifests"], answer["missing"], _host(variables))
-            answer = self._execute_module(module_args=arguments, task_vars=variables)
+            answer = self._ask(arguments, variables)
         if answer.get("failed") or "job" not in answer:
             return answer if answer.get("failed") else answer | told
         return answer | self._follow(str(answer.pop("job")), variables) | told
 
+    def _ask(self, arguments: dict[str, Any], variables: dict[str, Any]) -> dict[str, Any]:
+        """Ask the host; what its answer makes the controller do is checked first."""
+        answer: dict[str, Any] = self._execute_module(module_args=arguments, task_vars=variables)
+        if not answer.get("failed") and answer.get("unreachable") is not True:
+            untrusted.require(answer, ANSWER | ({"job": untrusted.TEXT} if answer.get("again") else {}), "the host's answer")
+        return answer
+
     def _send(self, catalog: Any, manifests: Any, missing: dict[str, list[str]], host: str) -> dict[str, dict[str, str]]:
+        from ansible.module_utils.aerie.errors import AerieError
+
         # The connecting user may not write to the root, so files go to Ansible's own directory first.
         shell = self._connection._shell
         if not shell.tmpdir:
@@ -72,6 +103,9 @@ class ActionModule(DetachedAction):
         number = 0
         for name, files in missing.items():
             for file in files:
+                # What leaves the controller is a file of a model in its catalog, whatever a host asks for.
+                if file not in (manifests.get(name) or {}).get("files", {}):
+                    raise AerieError(f"the host asks for {clean(name)[:80]}: {clean(file)[:80]}, which is no file of the catalog's models")
                 number += 1
                 size = manifests[name]["files"][file]["size"]
                 terminal.progress(host, f"sending model {name}: {file} ({size / 1e6:.1f} MB)")
@@ -121,6 +155,24 @@ class ActionModule(DetachedAction):
             finally:
                 process.terminate()
                 process.wait()
+
+
+def require_source(name: str, host: str, port: int, catalog: Mapping[str, Any], addresses: Mapping[str, Any]) -> None:
+    """Raise AerieError where a host wants to be led to a place that neither the catalog nor the inventory names for this model.
+
+    The controller reaches what a host may not: it opens no connection on a host's word.
+    """
+    from ansible.module_utils.aerie.errors import AerieError
+    from ansible.module_utils.aerie.releases.model_catalog import Place
+
+    entry, address = catalog.get(name) or {}, addresses.get(name) or {}
+    place = Place.of(entry.get("from")) if entry.get("source") == "rsync" else None
+    expected = (str(address.get("host") or (place.host if place else "")), int(entry.get("port") or address.get("port") or 22))
+    if not place or (host.casefold(), port) != (expected[0].casefold(), expected[1]):
+        raise AerieError(
+            f"{clean(name)[:80]}: this host reaches its source at {clean(host)[:80]}:{port}, and the catalog and the inventory name "
+            f"{expected[0] or 'none'}:{expected[1]}: the controller leads a connection on only to what these name; set from and port"
+        )
 
 
 def _host(variables: Mapping[str, Any]) -> str:

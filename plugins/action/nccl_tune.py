@@ -9,18 +9,16 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from aerie_controller import terminal  # makes ansible.module_utils.aerie importable
+from aerie_controller import generated_yaml, terminal  # makes ansible.module_utils.aerie importable
 from aerie_controller.detached import DetachedAction
+from aerie_controller.terminal import clean
 from aerie_controller.terminal_reports import nccl_search
-from aerie_controller.variables_file import plain
 
-HEAD = """---
-# Written by playbooks/tune_nccl.yml, run {run_id}, for {host}. To use it: nccl_tuned_file: {path}
-# Of the two sets, nccl_tuned_for chooses one; docs/reference/nccl.md says what the rest means.
-"""
+# isort: split
+from ansible.module_utils.aerie import untrusted
+
+WIDTH = 130
 
 
 class ActionModule(DetachedAction):
@@ -32,11 +30,14 @@ class ActionModule(DetachedAction):
         state = self._task.args.get("state", "searched")
         try:
             if state == "planned":
-                return {"changed": False, "experiments": self._planned(dict(self._task.args))}
+                with untrusted.reading("the result of the search"):
+                    return {"changed": False, "experiments": self._planned(dict(self._task.args))}
             if state == "decided":
-                return self._decided(dict(self._task.args))
+                return self._decided(dict(self._task.args), str((task_vars or {}).get("inventory_hostname")))
             result = super().run(tmp, task_vars)
-            return result if result.get("failed") or "files" not in result else self._bring(result, task_vars or {})
+            if result.get("failed"):
+                return result
+            return self.bring_run(result, task_vars or {}, "nccl", state="packed", root=self._task.args["root"])
         except AerieError as error:
             return {"failed": True, "msg": str(error)}
 
@@ -54,33 +55,28 @@ class ActionModule(DetachedAction):
         )
         return [asdict(one) for one in found]
 
-    def _decided(self, given: dict[str, Any]) -> dict[str, Any]:
+    def _decided(self, given: dict[str, Any], host: str) -> dict[str, Any]:
+        from ansible.module_utils.aerie.errors import AerieError
         from ansible.module_utils.aerie.files import write_atomic
         from ansible.module_utils.aerie.tuning import decision
 
-        result = decision.require_result(given.get("result"))
-        records = given.get("records")
-        decisions = decision.decide(result, records)
-        options = decision.option_findings(records, given.get("arm_options") or [])
-        tuned = decision.tuned(result, decisions, options)
         path = Path(self._loader.path_dwim(given["path"]))
-        text = HEAD.format(run_id=result["run_id"], host=result["host"], path=path) + yaml.safe_dump(
-            {"nccl_tuned": plain(tuned)}, sort_keys=False, allow_unicode=True, width=130
-        )
-        report = nccl_search.parts(result, decisions, options, {"variables": str(path)})
+        with untrusted.reading("the result of the search"):
+            result = decision.require_result(given.get("result"))
+            if result["host"] != host:
+                raise AerieError(f"the result of the search says that it is of {clean(result['host'])}, and it came from {host}")
+            records = given.get("records")
+            decisions = decision.decide(result, records)
+            options = decision.option_findings(records, given.get("arm_options") or [])
+            tuned = decision.tuned(result, decisions, options)
+            head = (
+                f"Written by playbooks/tune_nccl.yml, run {result['run_id']}, for {host}. To use it: nccl_tuned_file: {path}",
+                "Of the two sets, nccl_tuned_for chooses one; docs/reference/nccl.md says what the rest means.",
+            )
+            text = generated_yaml.document(head, {"nccl_tuned": tuned}, WIDTH)
+            report = nccl_search.parts(result, decisions, options, {"variables": str(path)})
         terminal.show([terminal.gap(), *report])
         changed = not path.is_file() or path.read_text() != text
         if changed and not self._task.check_mode:
             write_atomic(path, text)
         return {"changed": changed, "tuned": tuned, "table": terminal.render(report, terminal.DEFAULT_WIDTH), "path": str(path)}
-
-    def _bring(self, result: dict[str, Any], task_vars: dict[str, Any]) -> dict[str, Any]:
-        from ansible.module_utils.aerie.measuring import collection
-
-        dest = self._task.args.get("dest")
-        if not dest:
-            return result
-        lacking = collection.missing(result["files"], Path(dest))
-        if lacking:
-            self.bring(lacking, Path(dest), task_vars, "search", state="packed", root=self._task.args["root"])
-        return result | {"fetched": [entry["place"] for entry in lacking]}

@@ -19,9 +19,12 @@ from aerie_controller.preflight import compare, results, rules
 from aerie_controller.terminal_reports import preflight
 
 # isort: split
+from ansible.module_utils.aerie import untrusted
 from ansible.module_utils.aerie.errors import AerieError
 from ansible.module_utils.aerie.files import write_atomic
-from ansible.module_utils.aerie.words import listing
+from ansible.module_utils.aerie.host import survey_shape
+from ansible.module_utils.aerie.measuring import placing
+from ansible.module_utils.aerie.words import cut, listing
 
 ARGUMENTS: dict[str, dict[str, Any]] = {
     "hosts": {"type": "dict", "required": True},
@@ -56,7 +59,7 @@ class ActionModule(ActionBase):
         inventory = inventory_options()
         found = [results.with_inventory(one, inventory) for one in asked if one is not None]
         comparisons = self._compared(arguments["compare"], found, known, ignore, arguments["hosts"])
-        written: dict[Path, bytes] = {output / f"{one.host}.json": _json(one.as_dict()) for one in found}
+        written: dict[Path, bytes] = {output / f"{placing.require_host(one.host)}.json": _json(one.as_dict()) for one in found}
         page = output / (COMPARISON_PAGE if comparisons else PAGE)
         written[page] = report.render_preflight(found, comparisons).encode()
         if comparisons:
@@ -121,12 +124,22 @@ def _examined(known: Any, host: str, given: Mapping[str, Any], ignore: Mapping[s
         return results.HostResult(host, profile=want.get("profile"), unreachable=why)
     for key in ("changed", "failed", "recording", "warnings", "deprecations", "invocation"):
         survey.pop(key, None)
-    probed = given.get("probes") or {}
-    if isinstance(probed.get("probes"), Mapping):
-        survey |= {"probes": probed["probes"], "healthy_after": probed.get("healthy_after")}
-    elif probed.get("failed"):
-        terminal.warn(f"{host}: the active probes did not run: {probed.get('msg')}")
-    return results.examine(known, host, survey, want, ignore)
+    try:
+        survey, _ = survey_shape.checked(survey)
+        probed = given.get("probes") or {}
+        if isinstance(probed, Mapping) and isinstance(probed.get("probes"), Mapping):
+            untrusted.check(probed["probes"])
+            survey |= {"probes": probed["probes"], "healthy_after": probed.get("healthy_after")}
+        elif isinstance(probed, Mapping) and probed.get("failed"):
+            terminal.warn(f"{host}: the active probes did not run: {probed.get('msg')}")
+        with untrusted.reading("the survey"):
+            found = results.examine(known, host, survey, want, ignore)
+            # What can't be shown or kept is found here, where it is one host's.
+            preflight.parts([found])
+            _json(found.as_dict())
+    except ValueError as error:
+        return results.HostResult(host, profile=want.get("profile"), unreachable=f"what it says can't be judged: {cut(error, 300)}")
+    return found
 
 
 def _summary(one: results.HostResult) -> dict[str, Any]:

@@ -49,6 +49,8 @@ class ActionModule(ActionBase):
     def _report(self, run: Path, page: Path) -> dict[str, Any]:
         told = {"path": str(page), "json": str(run / FIGURES), "levels_failed": 0, "table": ""}
         found = profile_levels.whole(run) if run.is_dir() else {"hosts": {}}
+        for problem in found.get("problems", []):
+            terminal.warn(f"left out of the profile: {problem}")
         if not found["hosts"]:
             message = f"There is no profile below {run} yet, so there is nothing to report."
             terminal.show([terminal.gap(), terminal.paragraph(message)])

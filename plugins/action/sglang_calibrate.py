@@ -9,19 +9,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from aerie_controller import terminal  # makes ansible.module_utils.aerie importable
+from aerie_controller import generated_yaml, terminal  # makes ansible.module_utils.aerie importable
 from aerie_controller.detached import DetachedAction
+from aerie_controller.terminal import clean
 from aerie_controller.terminal_reports import calibration
-from aerie_controller.variables_file import plain
 
-HEAD = """---
-# Written by playbooks/calibrate.yml, run {run_id}, for {host}. Arms with dynamic.threshold auto use it at their next start.
-# {sentence}
-# It holds for this host, release, models and draft settings only: docs/reference/calibration.md
-"""
+WIDTH = 130
 
 
 class ActionModule(DetachedAction):
@@ -37,7 +31,10 @@ class ActionModule(DetachedAction):
             if self._task.args.get("state") == "decided":
                 return self._decided(dict(self._task.args))
             result = super().run(tmp, task_vars)
-            return result if result.get("failed") or "files" not in result else self._bring(result, task_vars or {})
+            if result.get("failed"):
+                return result
+            where = {name: self._task.args[name] for name in ("root", "instance")}
+            return self.bring_run(result, task_vars or {}, "calibration", **where)
         except AerieError as error:
             return {"failed": True, "msg": str(error)}
         except OSError as error:
@@ -49,7 +46,7 @@ class ActionModule(DetachedAction):
         from ansible.module_utils.aerie.measuring import calibration_files
 
         dest = Path(self._loader.path_dwim(given["dest"]))
-        asked = plain(given.get("records") or {})
+        asked = generated_yaml.plain(given.get("records") or {})
         found = (
             calibration_files.of_records(dest, given["host"], asked)
             if asked
@@ -57,10 +54,18 @@ class ActionModule(DetachedAction):
         )
         path = Path(self._loader.path_dwim(given["path"]))
         page = Path(self._loader.path_dwim(given["page"])) if given.get("page") else path.with_suffix(".html")
-        told = found["calibration"]
-        head = HEAD.format(run_id=told["run_id"], host=told["host"], sentence=found["sentence"])
-        text = head + yaml.safe_dump({"sglang_server_calibration": plain(told)}, sort_keys=False, allow_unicode=True, width=130)
-        figures = dest / "calibration" / told["run_id"] / given["host"] / "calibration.json"
+        told, host, run_id = found["calibration"], given["host"], str(asked.get("run_id") or given["run_id"])
+        # The files say so too, and their host wrote them.
+        if (told["host"], told["run_id"]) != (host, run_id):
+            said = f"run {clean(told['run_id'])} of {clean(told['host'])}"
+            raise AerieError(f"the files of run {run_id} of {host} say that they are of {said}: calibrate again")
+        head = (
+            f"Written by playbooks/calibrate.yml, run {run_id}, for {host}. Arms with dynamic.threshold auto use it at their next start.",
+            found["sentence"],
+            "It holds for this host, release, models and draft settings only: docs/reference/calibration.md",
+        )
+        text = generated_yaml.document(head, {"sglang_server_calibration": told}, WIDTH)
+        figures = dest / "calibration" / run_id / host / "calibration.json"
         written = {path: text, figures: json.dumps(found, indent=1, sort_keys=True, ensure_ascii=False) + "\n"}
         parts = calibration.parts(found, {"variables": str(path), "page": str(page)})
         terminal.show([terminal.gap(), *parts])
@@ -84,18 +89,3 @@ class ActionModule(DetachedAction):
         }
         diff = {"before_header": str(path), "after_header": str(path), "before": before, "after": text}
         return told | ({"diff": diff} if self._task.diff else {})
-
-    def _bring(self, result: dict[str, Any], task_vars: dict[str, Any]) -> dict[str, Any]:
-        from ansible.module_utils.aerie.measuring import collection
-        from ansible.module_utils.aerie.profiling import profile_levels
-
-        dest = self._task.args.get("dest")
-        if not dest:
-            return result
-        lacking = collection.missing(result["files"], Path(dest))
-        if lacking:
-            profile_levels.set_aside(Path(dest, *Path(result["files"][0]["place"]).parts[:3]))
-            lacking = result["files"]
-            where = {name: self._task.args[name] for name in ("root", "instance")}
-            self.bring(lacking, Path(dest), task_vars, "calibration", **where)
-        return result | {"fetched": [entry["place"] for entry in lacking]}

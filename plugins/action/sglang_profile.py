@@ -20,28 +20,10 @@ class ActionModule(DetachedAction):
         return self.choose_arm(arguments, "sglang_profile_arms")
 
     def run(self, tmp: str | None = None, task_vars: dict[str, Any] | None = None) -> dict[str, Any]:
-        from ansible.module_utils.aerie.errors import AerieError
-        from ansible.module_utils.aerie.measuring import collection
-        from ansible.module_utils.aerie.profiling import profile_levels
-
         result = super().run(tmp, task_vars)
-        dest = self._task.args.get("dest")
-        if result.get("failed") or not dest or "files" not in result:
+        if result.get("failed"):
             return result
-        try:
-            lacking = collection.missing(result["files"], Path(dest))
-            if lacking:
-                # All files of an arm are of one profile of it.
-                profile_levels.set_aside(Path(dest, *Path(result["files"][0]["place"]).parts[:4]))
-                lacking = result["files"]
-                self.bring(
-                    lacking,
-                    Path(dest),
-                    task_vars or {},
-                    "profile",
-                    state="off",
-                    **{name: self._task.args[name] for name in ("root", "instance")},
-                )
-        except AerieError as error:
-            return result | {"failed": True, "msg": str(error)}
-        return result | {"fetched": [entry["place"] for entry in lacking]}
+        arm = self._task.args.get("arm")
+        name = arm.get("name") if isinstance(arm, dict) else arm
+        where = {key: self._task.args[key] for key in ("root", "instance")}
+        return self.bring_run(result, task_vars or {}, "profile", str(name), state="off", **where)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import shlex
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -13,13 +11,35 @@ from ansible.errors import AnsibleConnectionFailure
 from ansible.plugins.action import ActionBase
 from ansible.utils.display import Display
 
-from aerie_controller import terminal
-from aerie_controller.terminal import clean_lines
+from aerie_controller import fetching, terminal
+from aerie_controller.terminal import clean, clean_lines, cut
+
+# isort: split
+from ansible.module_utils.aerie import untrusted
 
 POLL_SECONDS = 0.5
 RETRY_SECONDS = 3
 LOST_AFTER_SECONDS = 600
+REPLACED = ("profile", "calibration")
+"""Kinds of which a second measurement under one run's name replaces the first, which is kept beside it."""
 
+LONGEST_SECONDS = 100 * 86400
+LONGEST_PROGRESS = 400
+JOB = untrusted.Limits(size=64 << 20, finite=False, unicode=False)
+"""A job's result lists the files of its run, and may hold a figure that is no number, or a line of a log that is no UTF-8."""
+JOB_STATE = {
+    "progress": untrusted.Maybe(
+        {
+            "number": untrusted.COUNT,
+            "time": untrusted.NUMBER,
+            "started": untrusted.NUMBER,
+            "message": untrusted.TEXT,
+        }
+    ),
+    "result": untrusted.Maybe({"ok": untrusted.FLAG, "msg?": untrusted.TEXT, "changed?": untrusted.FLAG}),
+    "running": untrusted.FLAG,
+}
+NOT_OF_A_HOST = ("ansible_facts", "run_summary", "unreachable", "skipped", "warnings", "deprecations", "invocation")
 READ_JOB = """
 import json, os, sys
 job = sys.argv[1]
@@ -69,31 +89,47 @@ class DetachedAction(ActionBase):
             arguments["arm"] = {**(arms[name] or {}), "name": name}
         return arguments
 
-    def bring(self, lacking: list[dict[str, Any]], dest: Path, task_vars: dict[str, Any], what: str, **packing: Any) -> None:
-        """Bring files of a manifest to ``dest`` in one archive, which the module packs when it is called with ``packing``."""
-        from ansible.module_utils.aerie.errors import AerieError
-        from ansible.module_utils.aerie.measuring import collection
+    def bring_run(
+        self, result: dict[str, Any], task_vars: dict[str, Any], what: str, arm: str | None = None, **packing: Any
+    ) -> dict[str, Any]:
+        """Bring the files of a run, or of one arm of it, to ``dest``, all or none; return the result with what was fetched.
 
-        shell = self._connection._shell
-        remote = shell.join_path(shell.tmpdir or self._make_tmp_path(), f"{what}.tar.gz")
-        arguments = packing | {"archive": remote, "wanted": [entry["path"] for entry in lacking]}
-        packed = self._execute_module(module_args=arguments, task_vars=task_vars)
-        if packed.get("failed"):
-            raise AerieError(f"the host could not pack its {what}: {packed.get('msg')}")
+        ``what`` is also the directory of the results that they go to; ``packing`` is what the module packs with.
+        """
+        from ansible.module_utils.aerie import untrusted
+        from ansible.module_utils.aerie.errors import AerieError
+        from ansible.module_utils.aerie.measuring import collection, placing
+
+        dest = self._task.args.get("dest")
+        if not dest or "files" not in result:
+            return result
         try:
-            with tempfile.TemporaryDirectory() as scratch:
-                local = Path(scratch) / f"{what}.tar.gz"
-                self._connection.fetch_file(remote, str(local))
-                collection.unpack(local, lacking, dest)
-        finally:
-            self._remove_tmp_path(shell.tmpdir, force=True)
+            limits = fetching.take_limits(dict(self._task.args))
+            host, run_id = placing.require_host(task_vars.get("inventory_hostname")), str(self._task.args["run_id"])
+            with untrusted.reading("the host's list of files"):
+                entries = placing.of_run(result["files"], what, run_id, host, arm).entries
+            lacking = collection.missing(entries, Path(dest))
+            if lacking:
+                if what in REPLACED:
+                    lacking = list(entries)
+                problems = fetching.bring(self, lacking, Path(dest), task_vars, what, limits, packing, replace=what in REPLACED)
+                if problems:
+                    raise AerieError("; ".join(problems))
+        except AerieError as error:
+            return result | {"failed": True, "msg": str(error)}
+        except OSError as error:
+            return result | {"failed": True, "msg": f"{error.filename}: {error.strerror}"}
+        places = {entry.path: entry.place for entry in entries}
+        files = [{**entry, "place": places[entry["path"]]} for entry in result["files"]]
+        return result | {"files": files, "fetched": [entry.place for entry in lacking]}
 
     def run(self, tmp: str | None = None, task_vars: dict[str, Any] | None = None) -> dict[str, Any]:
         from ansible.module_utils.aerie.errors import AerieError
 
         variables = task_vars or {}
-        result = super().run(tmp, variables)
+        result: dict[str, Any] = super().run(tmp, variables)
         try:
+            fetching.take_limits(dict(self._task.args))  # refused before the host is asked
             arguments = self.prepare(dict(self._task.args), variables)
         except AerieError as error:
             return result | {"failed": True, "msg": str(error)}
@@ -119,15 +155,17 @@ class DetachedAction(ActionBase):
                 time.sleep(RETRY_SECONDS)
                 continue
             try:
-                state = json.loads(answer["stdout"])
-            except ValueError:
-                return {"failed": True, "msg": f"can't read how far the work is ({job}): {answer['stderr'] or answer['stdout']}"}
+                state = untrusted.made_unicode(untrusted.parse(answer["stdout"], JOB))
+                untrusted.require(state, JOB_STATE)
+            except untrusted.Malformed as error:
+                said = cut(answer["stderr"] or answer["stdout"], 300)
+                return {"failed": True, "msg": f"can't read how far the work is ({clean(job)}): {error}: {said}"}
             heard = time.monotonic()
             progress = state["progress"]
             if progress and progress["number"] > shown:
                 shown = progress["number"]
-                minutes, seconds = divmod(int(progress["time"] - progress["started"]), 60)
-                terminal.progress(f"{host}  {minutes:02d}:{seconds:02d}", progress["message"])
+                minutes, seconds = divmod(int(min(max(progress["time"] - progress["started"], 0), LONGEST_SECONDS)), 60)
+                terminal.progress(f"{host}  {minutes:02d}:{seconds:02d}", cut(progress["message"], LONGEST_PROGRESS))
             if state["result"] is not None:
                 return self._finish(state["result"])
             if not state["running"]:
@@ -144,5 +182,7 @@ class DetachedAction(ActionBase):
 
     @staticmethod
     def _finish(result: dict[str, Any]) -> dict[str, Any]:
+        """Return a job's result as a module's; keys that mean something to Ansible or to its callbacks are not the host's to set."""
         ok = result.pop("ok")
-        return result if ok else result | {"failed": True}
+        kept = {name: value for name, value in result.items() if name not in NOT_OF_A_HOST and not name.startswith("_ansible")}
+        return kept if ok else kept | {"failed": True}

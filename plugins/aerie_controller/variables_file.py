@@ -8,15 +8,13 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import yaml
-
-from aerie_controller import PROJECT  # noqa: F401  makes ansible.module_utils.aerie importable
+from aerie_controller import generated_yaml  # the package makes ansible.module_utils.aerie importable
 
 # isort: split
 from ansible.module_utils.aerie.host.capture import Section
 from ansible.module_utils.aerie.words import clean
 
-WIDTH = 120
+WIDTH = generated_yaml.WIDTH
 _DATE = re.compile(r"^# captured \S+\n", re.MULTILINE)
 
 
@@ -24,20 +22,20 @@ def render(host: str, info: Mapping[str, Any], sections: Sequence[Section]) -> s
     """Return the file's text."""
     system = (info.get("os") or {}).get("name") or "unknown system"
     gpus = [gpu.get("name") for gpu in info.get("gpus") or ()]
-    head = [
-        "---",
-        f"# What {host} is, by playbooks/capture.yml: {system}, kernel {info.get('kernel')}, {_counted(gpus)}.",
-        f"# captured {time.strftime('%Y-%m-%d', time.gmtime())}",
-        "# To make another host the same: ansible-playbook playbooks/provision.yml -e @<this file> --limit <host>, or copy what is wanted",
-        "# into group_vars. Keys, passwords and environments are never captured. docs/reference/capture.md",
-    ]
-    lines = [part for line in head for part in ([line] if len(line) <= 140 else textwrap.wrap(line, 138, subsequent_indent="# "))]
+    lines = generated_yaml.head(
+        [
+            f"What {host} is, by playbooks/capture.yml: {system}, kernel {info.get('kernel')}, {_counted(gpus)}.",
+            f"captured {time.strftime('%Y-%m-%d', time.gmtime())}",
+            "To make another host the same: ansible-playbook playbooks/provision.yml -e @<this file> --limit <host>, or copy what is",
+            "wanted into group_vars, with its !unsafe. Keys, passwords and environments are never captured. docs/reference/capture.md",
+        ]
+    )
     for section in sections:
         lines += ["", f"# --- {section.title} ".ljust(WIDTH, "-")]
         for comment in section.comments:
             lines += textwrap.wrap(clean(comment), WIDTH, initial_indent="# ", subsequent_indent="#   ", break_on_hyphens=False)
         for name, value in section.values.items():
-            text = yaml.safe_dump({name: plain(value)}, sort_keys=False, allow_unicode=True, width=WIDTH).rstrip("\n")
+            text = generated_yaml.variable(name, value)
             note = section.notes.get(name)
             lines.append(f"{text}  # {clean(note)}" if note and "\n" not in text else text)
     return "\n".join(lines) + "\n"
@@ -46,19 +44,6 @@ def render(host: str, info: Mapping[str, Any], sections: Sequence[Section]) -> s
 def without_date(text: str) -> str:
     """Return the text without the day on which it was captured: the same host is the same tomorrow."""
     return _DATE.sub("", text)
-
-
-def plain(value: Any) -> Any:
-    """Return the value in plain types: what Ansible gives may be tagged, which YAML would write."""
-    if isinstance(value, Mapping):
-        return {str(name): plain(item) for name, item in value.items()}
-    if isinstance(value, str):
-        return str.__str__(value)
-    if isinstance(value, Sequence):
-        return [plain(item) for item in value]
-    if isinstance(value, bool) or value is None:
-        return value
-    return int(value) if isinstance(value, int) else float(value) if isinstance(value, float) else str(value)
 
 
 def _counted(names: Sequence[Any]) -> str:

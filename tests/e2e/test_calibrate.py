@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from ports import free_port
-from runs import HOST_OF_TESTS, Run, playbook, processes_of
+from runs import HOST_OF_TESTS, Run, generated, playbook, processes_of
 
 SPECULATION = {"algorithm": "EAGLE3", "draft_model": "draft", "steps": 3, "topk": 1, "draft_tokens": 4}
 SHORT = {
@@ -99,7 +98,7 @@ def test_a_check_says_what_would_be_measured_and_writes_nothing(host):
 @pytest.fixture(scope="module")
 def calibrated(host: Host) -> tuple[Run, dict[str, Any]]:
     run = host.run("playbooks/calibrate.yml", **SHORT).require_success()
-    found: dict[str, Any] = yaml.safe_load(host.calibration.read_text())["sglang_server_calibration"]
+    found: dict[str, Any] = generated(host.calibration)["sglang_server_calibration"]
     return run, found
 
 

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from ports import free_port
-from runs import PROJECT, Run, playbook
+from runs import PROJECT, Run, generated, playbook
 
 # gloo on the processor knows nothing of NCCL's variables: the program's own ones for tests make sets slow, or hang.
 SPACE = {"dimensions": {"AERIE_NCCL_TEST_UNDELAYED": [None, "1"], "AERIE_NCCL_TEST_HANG": [None, "1"]}}
@@ -105,7 +105,7 @@ class Tuning:
 
     @property
     def tuned(self) -> dict[str, Any]:
-        found: dict[str, Any] = yaml.safe_load((self.results / "nccl/localhost.yml").read_text())["nccl_tuned"]
+        found: dict[str, Any] = generated(self.results / "nccl/localhost.yml")["nccl_tuned"]
         return found
 
 

@@ -13,9 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-import yaml
 
-from runs import PROJECT, playbook
+from runs import PROJECT, generated, playbook
 
 MODULE_CALLS = 40
 FLEET = 10
@@ -187,7 +186,7 @@ def test_a_host_that_is_captured_can_be_made_again(second, fleet, pair):
     foreseen = fleet.run(pair, *arguments, "--check", "--diff", command="playbooks/capture.yml", capture_to=str(kept)).require_success()
     assert not kept.exists() and "+nvidia_cuda_driver_version: 580.105.08-1" in foreseen.output
     fleet.run(pair, *arguments, command="playbooks/capture.yml", capture_to=str(kept)).require_success()
-    values = yaml.safe_load(kept.read_text())
+    values = generated(kept)
     found = values["host_tuning_settings"]
     found["sysctl"].pop("kernel.numa_balancing", None)  # the machine's own kernel may have it off
     assert found == WANTED["host_tuning_settings"]

@@ -473,7 +473,8 @@ def test_records_of_check_mode_are_no_base_for_a_calibration(tmp_path):
 
 
 def test_a_release_that_can_not_change_over_is_refused_with_the_variable_to_set(tmp_path):
-    (tmp_path / "current").mkdir()
+    (tmp_path / "releases/0.5.23-abc").mkdir(parents=True)
+    (tmp_path / "current").symlink_to("releases/0.5.23-abc")
     (tmp_path / "current/release.json").write_text(json.dumps({"id": "0.5.23-abc", "patch_sets": []}))
     with pytest.raises(AerieError, match="add dynamic_speculation to sglang_patches_sets"):
         calibration_request.require_release(HostPaths(tmp_path), calibration_request.Request.of(GIVEN))

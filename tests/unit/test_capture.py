@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import yaml
 from ansible.module_utils.aerie.host import capture
 from ansible.module_utils.aerie.releases import model_catalog
 
-from aerie_controller import variables_file
+from aerie_controller import generated_yaml, variables_file
 
 GPU = {"name": "NVIDIA RTX PRO 6000 Blackwell Server Edition", "persistence": True, "power": {"limit_w": 450.0, "default_w": 600.0}}
 INFO: dict[str, Any] = {
@@ -74,7 +73,7 @@ GIVEN = {
 def captured(info: dict[str, Any] | None = None, given: dict[str, Any] | None = None, sources: list | None = None) -> dict[str, Any]:
     whole, tuned = INFO | (info or {}), ["vm.swappiness", "kernel.numa_balancing"]
     sections = capture.sections(whole, [SOURCE] if sources is None else sources, GIVEN if given is None else given, tuned)
-    return yaml.safe_load(variables_file.render("gpu-01", whole, sections)) or {}
+    return generated_yaml.load(variables_file.render("gpu-01", whole, sections)) or {}
 
 
 def test_packages_are_captured_as_installed_with_their_repository():
@@ -172,7 +171,7 @@ def models(identity: str | None, catalog: dict[str, Any], places: tuple[str, ...
     info = INFO | {"models": {path: {"problems": [], "bytes": 1, "identity": identity} for path in places}}
     given = {"aerie_root": "/opt/aerie", "sglang_models_catalog": catalog}
     text = variables_file.render("gpu-01", info, capture.sections(info, [SOURCE], given, []))
-    return yaml.safe_load(text)["sglang_models_catalog"], " ".join(text.replace("\n#", " ").split())
+    return generated_yaml.load(text)["sglang_models_catalog"], " ".join(text.replace("\n#", " ").split())
 
 
 def test_models_keep_their_identity_whatever_their_source():

@@ -139,3 +139,12 @@ def test_the_identity_changes_with_whatever_is_measured_and_not_with_its_descrip
     assert experiment.plan(first.experiment, changed, "d" * 64).identity != first.identity
     assert experiment.plan(first.experiment, ARMS, "e" * 64).identity != first.identity
     assert experiment.plan(first.experiment, ARMS | {"other": {}}, "d" * 64).identity == first.identity
+
+
+UNFIT = ["", "-x", ".x", "a/b", "../x", "a b", "é", "x" * 300, "capture", "Calibration", "x.yml", "ledger.sqlite", "report.html"]
+
+
+@pytest.mark.parametrize("name", UNFIT)
+def test_an_experiment_has_a_name_that_its_results_can_have(name):
+    with pytest.raises(AerieError, match="name"):
+        experiment.validate(described(name=name), ARMS)

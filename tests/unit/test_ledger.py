@@ -82,7 +82,7 @@ def test_changed_and_removed_records_are_followed(results):
         (b"[]", "not a JSON object"),
         (b'{"schema": "other/1"}', "not one of Aerie's records"),
         (b'{"schema": "aerie-record/9"}', "update Aerie"),
-        (b'{"schema": "aerie-record/1", "record_id": "x"}', "'experiment' is missing"),
+        (b'{"schema": "aerie-record/1", "record_id": "x"}', "experiment is missing"),
     ],
 )
 def test_a_foreign_or_damaged_record_is_reported_and_the_others_kept(results, content, reason):

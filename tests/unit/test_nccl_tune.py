@@ -13,6 +13,7 @@ import yaml
 from ansible.module_utils.aerie import processes
 from ansible.module_utils.aerie.errors import AerieError
 from ansible.module_utils.aerie.files import read_json
+from ansible.module_utils.aerie.measuring import placing
 from ansible.module_utils.aerie.paths import HostPaths
 from ansible.module_utils.aerie.tuning import micro, search, tune_run
 
@@ -206,6 +207,7 @@ def test_a_bad_default_set_is_refused_before_anything_is_measured(lab):
 
 def test_the_files_have_their_place_on_the_controller_and_the_program_stays(lab):
     lab.run(space={"dimensions": {"FAKE_SPEED": [None, "1.5"]}})
-    found = tune_run.manifest(lab.paths, "r1", "h")
-    assert {"nccl/r1/h/search/result.json", "nccl/r1/h/search/definition.json"} <= {entry["place"] for entry in found}
+    found = tune_run.manifest(lab.paths, "r1")
+    places = {entry.place for entry in placing.of_run(found, placing.NCCL, "r1", "h").entries}
+    assert {"nccl/r1/h/search/result.json", "nccl/r1/h/search/definition.json"} <= places
     assert not any(entry["path"].endswith("program.py") for entry in found)

@@ -233,7 +233,8 @@ def test_everything_that_is_wrong_with_a_request_is_told_at_once():
 
 
 def test_a_release_without_the_profiler_is_refused_with_the_variable_to_set(tmp_path):
-    (tmp_path / "current").mkdir()
+    (tmp_path / "releases/0.5.23-abc").mkdir(parents=True)
+    (tmp_path / "current").symlink_to("releases/0.5.23-abc")
     (tmp_path / "current/release.json").write_text(json.dumps({"id": "0.5.23-abc", "patch_sets": []}))
     with pytest.raises(AerieError, match="add phase_profiler to sglang_patches_sets"):
         profile_request.require_release(HostPaths(tmp_path), profile_request.Request.of(GIVEN))

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from ansible.module_utils.aerie.errors import AerieError
 from ansible.module_utils.aerie.files import read_json, write_json
-from ansible.module_utils.aerie.measuring import bench_runner, collection, records
+from ansible.module_utils.aerie.measuring import bench_runner, collection, placing, records
 
 RESULT = {
     "completed": 10,
@@ -157,12 +158,15 @@ def test_a_definition_of_another_schema_is_refused(runs):
 # ---- collecting ----
 
 
-def collected(runs: Path, dest: Path, tmp_path: Path) -> list[dict]:
-    found = collection.collect(runs, None, write=True)
-    lacking = collection.missing(found.files, dest)
+def placed(found: collection.Collected) -> tuple[placing.Entry, ...]:
+    return placing.of_cells(found.files, found.records, "gpu-01", None).entries
+
+
+def collected(runs: Path, dest: Path, tmp_path: Path) -> list[placing.Entry]:
+    lacking = collection.missing(placed(collection.collect(runs, None, write=True)), dest)
     if lacking:
-        collection.archive(runs, [entry["path"] for entry in lacking], tmp_path / "a.tar.gz")
-        collection.unpack(tmp_path / "a.tar.gz", lacking, dest)
+        collection.archive(runs, [entry.path for entry in lacking], tmp_path / "a.tar.gz")
+        assert collection.unpack(tmp_path / "a.tar.gz", lacking, dest, collection.cell_agrees) == ()
     return lacking
 
 
@@ -190,32 +194,33 @@ def test_a_file_that_was_damaged_on_the_controller_is_brought_again(runs, tmp_pa
     dest = tmp_path / "results"
     collected(runs, dest, tmp_path)
     (dest / "demo/r1/gpu-01/eagle3-c4-r1/outcome.json").write_text("{}")
-    assert [entry["path"] for entry in collected(runs, dest, tmp_path)] == ["r1/eagle3-c4-r1/outcome.json"]
+    assert [entry.path for entry in collected(runs, dest, tmp_path)] == ["r1/eagle3-c4-r1/outcome.json"]
     assert read_json(dest / "demo/r1/gpu-01/eagle3-c4-r1/outcome.json")["status"] == "completed"
 
 
-def test_a_transfer_that_is_damaged_places_nothing(runs, tmp_path):
+def test_of_a_cell_that_arrives_damaged_nothing_is_placed_and_the_others_are_there(runs, tmp_path):
     cell(runs)
+    cell(runs, cell="baseline-c4-r1", arm={"name": "baseline", "speculation": None})
     found = collection.collect(runs, None, write=True)
     collection.archive(runs, [entry["path"] for entry in found.files], tmp_path / "a.tar.gz")
-    entries = [dict(entry) for entry in found.files]
-    entries[-1]["sha256"] = "0" * 64
+    entries = [replace(entry, sha256="0" * 64) if entry.path == "r1/eagle3-c4-r1/outcome.json" else entry for entry in placed(found)]
     dest = tmp_path / "results"
-    with pytest.raises(AerieError, match="nothing was placed"):
-        collection.unpack(tmp_path / "a.tar.gz", entries, dest)
-    assert list(dest.iterdir()) == []
+    problems = collection.unpack(tmp_path / "a.tar.gz", entries, dest, collection.cell_agrees)
+    assert len(problems) == 1 and "outcome.json arrived damaged" in problems[0] and "nothing of it was placed" in problems[0]
+    assert [path.name for path in (dest / "demo/r1/gpu-01").iterdir()] == ["baseline-c4-r1"]
+    assert sorted(path.name for path in dest.iterdir()) == ["demo"]
 
 
-def test_what_is_no_cell_is_left_alone_and_nothing_leads_out_of_the_results(runs, tmp_path):
+def test_what_is_no_cell_is_left_alone_and_nothing_leads_out_of_the_runs(runs, tmp_path):
     cell(runs)
     (runs / "r1" / "datasets").mkdir()
     (runs / "r1" / ".superseded" / "eagle3-c4-r1.1").mkdir(parents=True)
+    (runs / "linked").symlink_to(runs / "r1")
+    (runs / "r1" / "linked").symlink_to(runs / "r1" / "eagle3-c4-r1")
     assert len(collection.collect(runs, None, write=False).records) == 1
     assert collection.collect(tmp_path / "none", None, write=True).records == ()
     with pytest.raises(AerieError, match="leads out"):
         collection.collect(runs, "../r1", write=False)
-    with pytest.raises(AerieError, match="leads out"):
-        collection.missing([{"place": "../../etc/passwd", "bytes": 1, "sha256": ""}], tmp_path)
 
 
 def test_records_are_made_again_from_the_raw_files_where_they_are_missing_or_were_changed(runs, tmp_path):
@@ -227,9 +232,9 @@ def test_records_are_made_again_from_the_raw_files_where_they_are_missing_or_wer
     lost.unlink()
     edited.write_text(edited.read_text().replace("240.0", "999.0"))
     name = lost.relative_to(dest).as_posix()
-    assert collection.remake(dest, everything=False, write=False) == [name]
+    assert collection.remake(dest, everything=False, write=False).changed == (name,)
     assert not lost.exists()
-    assert collection.remake(dest, everything=False, write=True) == [name]
-    assert collection.remake(dest, everything=True, write=True) == [edited.relative_to(dest).as_posix()]
+    assert collection.remake(dest, everything=False, write=True).changed == (name,)
+    assert collection.remake(dest, everything=True, write=True).changed == (edited.relative_to(dest).as_posix(),)
     assert {path: path.read_bytes() for path in dest.rglob(records.RECORD)} == before
-    assert collection.remake(dest, everything=True, write=True) == []
+    assert collection.remake(dest, everything=True, write=True) == collection.Remade((), ())

@@ -219,6 +219,8 @@ def test_settings_of_roles_that_are_not_there_are_not_missed():
         ("aerie_root", "/opt/my aerie", "white space"),
         ("aerie_results", "results", "aerie_results is 'results': it must be an absolute path"),
         ("aerie_lease_seconds", 5, "aerie_lease_seconds is 5"),
+        ("aerie_fetch_limit_gib", 0, "aerie_fetch_limit_gib is 0: it must be more than 0"),
+        ("aerie_fetch_limit_files", 0, "aerie_fetch_limit_files is 0: it must be 1 or more"),
         ("sglang_models_catalog/target/sourc", "host", "sglang_models_catalog.target.sourc: no such setting; did you mean 'source'?"),
         ("sglang_models_catalog/target/source", "hosts", "'hosts': it must be host, controller, rsync or hub; did you mean 'host'?"),
         ("sglang_models_catalog/target/source", None, "sglang_models_catalog.target.source is missing"),

@@ -8,13 +8,14 @@ CPU against 0.03 s.
 
 from __future__ import annotations
 
-import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ansible.module_utils.aerie import untrusted
 from ansible.module_utils.aerie.errors import AerieError
 from ansible.module_utils.aerie.files import sha256_file
 
@@ -27,6 +28,8 @@ spec.loader.exec_module(client)
 client.run_argv(["sglang-bench", *sys.argv[2:]])
 """
 LATENCIES = {"ttft_ms": "ttft_ms", "tpot_ms": "tpot_ms", "itl_ms": "itl_ms", "e2e_ms": "e2e_latency_ms"}
+CLIENT_RESULT = untrusted.Limits(size=untrusted.RAW, finite=False)
+"""A client writes NaN where nothing was measured: that figure is null, and the others hold."""
 P99_REQUESTS = 1000
 """A 99th percentile of fewer requests is one or two requests' luck: it is left null."""
 
@@ -131,11 +134,11 @@ def argv(client: Client, load: Load) -> list[str]:
 def read_result(path: Path) -> dict[str, Any]:
     """Return the last line of a client's output file; raise AerieError when there is none."""
     try:
-        lines = [line for line in path.read_text().splitlines() if line.strip()]
+        text = untrusted.read_bytes(path, untrusted.RAW).decode(errors="replace")
     except OSError as error:
         raise AerieError(f"the client wrote no result ({path.name}: {error.strerror})") from error
     try:
-        result = json.loads(lines[-1])
+        result = untrusted.parse([line for line in text.splitlines() if line.strip()][-1], CLIENT_RESULT)
     except (IndexError, ValueError) as error:
         raise AerieError(f"the client's result can't be read ({path.name}: {error})") from error
     if not isinstance(result, dict):
@@ -149,12 +152,12 @@ def metrics(result: Mapping[str, Any]) -> dict[str, Any]:
     With the native backend the clients take token counts from the server's own ``completion_tokens``, so their TPOT is
     (E2E − TTFT) / (tokens − 1) of real tokens; inter-token latency is of received chunks, several tokens each with speculation.
     """
-    completed = int(result.get("completed") or 0)
+    completed = int(_count(result, "completed") or 0)
     found: dict[str, Any] = {
         "completed": completed,
         "duration_s": _number(result, "duration"),
-        "input_tokens": result.get("total_input_tokens"),
-        "output_tokens": result.get("total_output_tokens"),
+        "input_tokens": _count(result, "total_input_tokens"),
+        "output_tokens": _count(result, "total_output_tokens"),
         "output_throughput_tok_s": _number(result, "output_throughput"),
         "input_throughput_tok_s": _number(result, "input_throughput"),
         "total_throughput_tok_s": _total(result),
@@ -173,7 +176,12 @@ def metrics(result: Mapping[str, Any]) -> dict[str, Any]:
 
 def _number(result: Mapping[str, Any], key: str) -> float | None:
     value = result.get(key)
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) else None
+
+
+def _count(result: Mapping[str, Any], key: str) -> float | int | None:
+    """Return a number of tokens or requests as the client wrote it."""
+    return result[key] if _number(result, key) is not None else None
 
 
 def _total(result: Mapping[str, Any]) -> float | None:

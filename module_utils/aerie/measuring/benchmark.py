@@ -15,6 +15,7 @@ from ansible.module_utils.aerie.host import nccl
 from ansible.module_utils.aerie.measuring import bench_clients, bench_runner, dynamic_control
 from ansible.module_utils.aerie.measuring.experiment import POLICY
 from ansible.module_utils.aerie.paths import HostPaths
+from ansible.module_utils.aerie.releases import release_file
 
 ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}
 FINGERPRINT = ("fingerprint", "hostname", "machine_id_hash", "os", "kernel", "architecture", "cuda_driver_version")
@@ -68,7 +69,7 @@ def record_not_started(paths: HostPaths, asked: Request, reason: str) -> list[di
 
 
 def _definitions_before_start(paths: HostPaths, asked: Request) -> tuple[dict[str, Any], ...]:
-    release = _read(paths.current / "release.json", "make the release again with the sglang_patches role")
+    release = _release(paths.current, "make the release again with the sglang_patches role")
     client = _client(paths.current.resolve(), release, asked)
     asked = _with_nccl(paths, asked)
     return tuple(_definition(asked, cell, {}, release, client, {}) for cell in asked.launch["cells"])
@@ -84,7 +85,7 @@ def prepare(paths: HostPaths, asked: Request, before_cell: Callable[[], None] = 
     if served != asked.launch["arm"]:
         raise AerieError(f"instance {asked.instance} serves arm {served}, not {asked.launch['arm']}: start it with the launch's arm first")
     release_path = paths.release(instance["release"])
-    release = _read(release_path / "release.json", "the release that is served is gone: make one with the sglang_patches role")
+    release = _release(release_path, "the release that is served is gone: make one with the sglang_patches role")
     client = _client(release_path, release, asked)
     address = str(instance["host"]).strip("[]")
     environment = {str(name): str(value) for name, value in (instance.get("environment") or {}).items()}
@@ -224,6 +225,13 @@ def _tokenizer(asked: Request) -> Path | None:
 
 def _identity(model: Any) -> dict[str, Any]:
     return {name: model[name] for name in ("identity", "bytes") if name in model} if isinstance(model, Mapping) else {"identity": None}
+
+
+def _release(directory: Path, cure: str) -> dict[str, Any]:
+    try:
+        return release_file.read(directory)
+    except (OSError, ValueError) as error:
+        raise AerieError(f"{directory / release_file.RELEASE} can't be read ({error}): {cure}") from error
 
 
 def _read(path: Path, cure: str) -> dict[str, Any]:

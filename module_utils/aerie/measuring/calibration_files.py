@@ -5,17 +5,17 @@ A run's files lie below ``<run id>/<host>/``, or without the host where they wer
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ansible.module_utils.aerie import untrusted
 from ansible.module_utils.aerie.errors import AerieError
 from ansible.module_utils.aerie.measuring import bench_runner, calibration, calibration_depths
 from ansible.module_utils.aerie.measuring.calibration import PLAIN, SPECULATIVE
 from ansible.module_utils.aerie.profiling import overhead, profile_levels
-from ansible.module_utils.aerie.words import listing
+from ansible.module_utils.aerie.words import cut, listing
 
 SCHEMA = "aerie-calibration-run/1"
 LAUNCH, OUTCOME = "launch.json", "level.json"
@@ -37,11 +37,7 @@ def _windows(directory: Path) -> tuple[list[overhead.Window], list[float]]:
 
 
 def _intervals(directory: Path, concurrency: int) -> list[overhead.Interval]:
-    try:
-        text = (directory / profile_levels.LINES).read_text()
-    except FileNotFoundError:
-        text = ""
-    return overhead.intervals([json.loads(line) for line in text.splitlines()], concurrency)
+    return overhead.intervals(profile_levels.read_lines(directory / profile_levels.LINES), concurrency)
 
 
 def step_ms(directory: Path, state: str) -> float | None:
@@ -61,7 +57,14 @@ def switches(directory: Path) -> dict[str, list[float]]:
 
 
 def read(run: Path) -> dict[str, Any]:
-    """Return all that the files of one calibrated server say; raise AerieError where no level gave a figure."""
+    """Return all that the files of one calibrated server say; raise AerieError where no level gave a figure, or one can't be read."""
+    with untrusted.reading(run):
+        found = _read(run)
+    untrusted.check(found)
+    return found
+
+
+def _read(run: Path) -> dict[str, Any]:
     launch = _json(run / LAUNCH)
     places = [path.parent for path in run.glob(f"*/{OUTCOME}")]
     outcomes = {path: _json(path / OUTCOME) for path in places}
@@ -161,10 +164,19 @@ def of_records(results: Path, host: str, asked: Mapping[str, Any]) -> dict[str, 
     absent = [name for name in names if not asked.get(name)]
     if absent:
         raise AerieError(f"sglang_calibrate_records lacks {listing(absent)}: it needs {listing(names)}")
+    with untrusted.reading("the records of the comparison"):
+        found = _of_records(results, host, asked)
+    untrusted.check(found)
+    return found
+
+
+def _of_records(results: Path, host: str, asked: Mapping[str, Any]) -> dict[str, Any]:
     place = results / str(asked["experiment"]) / str(asked["run_id"]) / host
     kept = [_json(path) for path in sorted(place.glob("*/record.json"))]
     if not kept:
         raise AerieError(f"there are no records below {place}: bring them with playbooks/collect.yml")
+    if others := sorted({cut(one.get("host"), 80) for one in kept if one.get("host") != host}):
+        raise AerieError(f"records below {place} say that they are of {listing(others)}, not of {host}: collect them again")
     for one in kept:
         if one["arm"]["name"] in (asked["plain"], asked["speculative"]) and one.get("patch_sets_in_check"):
             raise AerieError(
@@ -251,9 +263,9 @@ def _adaptive(launch: Mapping[str, Any], limits: calibration.Thresholds, most: i
     return calibration.adaptive_config(limits, steps, most)
 
 
-def manifest(root: Path, directory: Path, place: str) -> list[dict[str, Any]]:
-    """Return a calibration's files with their size and hash, and where each belongs below the controller's results."""
-    return profile_levels.manifest(root, directory, place, traces=False)
+def manifest(root: Path, directory: Path) -> list[dict[str, Any]]:
+    """Return a calibration's files below ``root``, with size and hash; the controller decides where they go."""
+    return profile_levels.manifest(root, directory, traces=False)
 
 
 def _json(path: Path, *default: Any) -> Any:

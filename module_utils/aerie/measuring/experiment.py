@@ -13,6 +13,7 @@ from typing import Any
 
 from ansible.module_utils.aerie.errors import AerieError, raise_all
 from ansible.module_utils.aerie.files import canonical_hash
+from ansible.module_utils.aerie.measuring import placing
 from ansible.module_utils.aerie.words import listing, near
 
 NEEDS_FILE = ("sharegpt", "random")
@@ -146,8 +147,10 @@ def validate(data: Any, arms: Collection[str], instances: Collection[str] | None
         ("name", "arms", "workload"),
     )
     name = fault.word(top, "name")
-    if (name and not all(letter.isalnum() or letter in "-_." for letter in name)) or name in (".", ".."):
-        fault.add(f"name is {name!r}: it names a directory, so use letters, digits, '-', '_' and '.' only")
+    if name and not placing.is_component(name):
+        fault.add(f"name is {name!r}: it names a directory, so use letters, digits, '-', '_' and '.' only, a letter or digit first")
+    elif name and placing.is_own(name):
+        fault.add(f"name is {name!r}, which is a name of Aerie's own in the results: choose another one")
     chosen = fault.known(fault.names(top, "arms"), "arms", arms, "sglang_server_arms")
     instance = fault.word(top, "instance") or None
     if instance and instances is not None and instance not in instances:

@@ -16,8 +16,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ansible.module_utils.aerie import errors, files, words
+from ansible.module_utils.aerie import errors, files, untrusted, words
 from ansible.module_utils.aerie.errors import AerieError
+from ansible.module_utils.aerie.untrusted import Maybe
 
 RECORD_FAMILY = "aerie-record/"
 RECORD_SCHEMAS = ("aerie-record/1",)
@@ -61,6 +62,62 @@ CREATE VIEW runs AS
            SUM(status <> 'completed') AS failed
     FROM records GROUP BY experiment, run_id;
 """
+FIGURES = (
+    "output_throughput_tok_s",
+    "input_throughput_tok_s",
+    "total_throughput_tok_s",
+    "request_throughput_req_s",
+    "accept_length",
+    "verify_steps",
+    "accepted_tokens",
+)
+LATENCIES = ("ttft_ms", "tpot_ms", "itl_ms", "e2e_ms")
+RECORD: untrusted.Shape = {
+    "record_id": untrusted.WORD,
+    "experiment": untrusted.WORD,
+    "run_id": untrusted.WORD,
+    "host": untrusted.WORD,
+    "cell": untrusted.WORD,
+    "kind": untrusted.WORD,
+    "status": untrusted.WORD,
+    "reason?": Maybe(untrusted.TEXT),
+    "concurrency?": Maybe(untrusted.COUNT),
+    "repeat?": Maybe(untrusted.WHOLE),
+    "launch?": Maybe(untrusted.WHOLE),
+    "arm": {
+        "name": untrusted.WORD,
+        "description?": Maybe(untrusted.TEXT),
+        "speculation?": Maybe(untrusted.MAPPING),
+        "environment?": Maybe(untrusted.MAPPING),
+        "share_launch?": Maybe(untrusted.MAPPING),
+    },
+    "times?": Maybe({"started?": Maybe(untrusted.TEXT), "finished?": Maybe(untrusted.TEXT)}),
+    "release?": Maybe(
+        {
+            "id?": Maybe(untrusted.TEXT),
+            "sglang_version?": Maybe(untrusted.TEXT),
+            "patch_sets?": Maybe(untrusted.ListOf({"name": untrusted.WORD, "sha256?": Maybe(untrusted.TEXT)})),
+        }
+    ),
+    "workload?": Maybe(untrusted.MAPPING),
+    "models?": Maybe(untrusted.MapOf(Maybe(untrusted.MAPPING))),
+    "client?": Maybe(untrusted.MAPPING),
+    "argv?": Maybe(untrusted.LIST),
+    "environment?": Maybe(untrusted.MAPPING),
+    "metrics?": Maybe(
+        {f"{name}?": Maybe(untrusted.NUMBER) for name in FIGURES}
+        | {f"{name}?": Maybe(untrusted.MapOf(Maybe(untrusted.NUMBER))) for name in LATENCIES}
+    ),
+    "phases?": Maybe(
+        {
+            "phases?": Maybe(untrusted.MapOf(untrusted.MapOf(Maybe(untrusted.NUMBER)))),
+            "phases_ms?": Maybe(untrusted.MapOf(untrusted.NUMBER)),
+            "draft_steps_ms?": Maybe(untrusted.ListOf(untrusted.NUMBER)),
+            "cycles?": Maybe(untrusted.COUNT),
+        }
+    ),
+}
+"""What reports and the ledger read of a record."""
 COLUMNS = (
     "path", "sha256", "record_id", "record_schema", "experiment", "run_id", "host", "cell", "arm", "concurrency", "repeat", "launch",
     "kind", "status", "reason", "started", "release", "document",
@@ -112,55 +169,53 @@ def flatten(value: Any, prefix: str = "") -> Iterator[tuple[str, float]]:
         yield prefix, float(value)
 
 
-def _number(record: Mapping[str, Any], key: str) -> int | None:
-    value = record.get(key)
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
-
-
-def _word(record: Mapping[str, Any], key: str) -> str:
-    value = record.get(key)
-    if not isinstance(value, str) or not value:
-        raise ValueError(f"'{key}' is missing or not a word")
-    return value
-
-
 def row(path: str, data: bytes) -> tuple[Row, dict[str, float]]:
     """Return the ledger's row and metrics of one record.json; raise ValueError saying why it isn't one of ours."""
-    try:
-        record = json.loads(data)
-    except ValueError as error:
-        raise ValueError(f"not JSON ({error})") from error
+    record = untrusted.parse(data)
     if not isinstance(record, dict):
         raise ValueError("not a JSON object")
     schema = record.get("schema")
-    if schema not in RECORD_SCHEMAS:
+    if not isinstance(schema, str) or schema not in RECORD_SCHEMAS:
         newer = isinstance(schema, str) and schema.startswith(RECORD_FAMILY)
         known = " or ".join(RECORD_SCHEMAS)
         raise ValueError(
-            f"schema {schema!r} is not {known}" + (": update Aerie, or collect the cell again" if newer else ": not one of Aerie's records")
+            f"schema {untrusted.shown(schema)} is not {known}"
+            + (": update Aerie, or collect the cell again" if newer else ": not one of Aerie's records")
         )
-    arm, release, times = record.get("arm"), record.get("release"), record.get("times")
+    untrusted.require(record, RECORD)
+    release, times = record.get("release") or {}, record.get("times") or {}
+    _require_place(path, record)
     values = (
         path,
         files.sha256_bytes(data),
-        _word(record, "record_id"),
+        record["record_id"],
         schema,
-        _word(record, "experiment"),
-        _word(record, "run_id"),
-        _word(record, "host"),
-        _word(record, "cell"),
-        _word(arm, "name") if isinstance(arm, dict) else _word(record, "arm"),
-        _number(record, "concurrency"),
-        _number(record, "repeat"),
-        _number(record, "launch"),
-        _word(record, "kind"),
-        _word(record, "status"),
+        record["experiment"],
+        record["run_id"],
+        record["host"],
+        record["cell"],
+        record["arm"]["name"],
+        record.get("concurrency"),
+        record.get("repeat"),
+        record.get("launch"),
+        record["kind"],
+        record["status"],
         record.get("reason") or None,
-        str(times["started"]) if isinstance(times, dict) and times.get("started") is not None else None,
-        release.get("id") if isinstance(release, dict) else None,
+        times.get("started"),
+        release.get("id"),
         json.dumps(record, sort_keys=True, separators=(",", ":"), ensure_ascii=False),
     )
     return values, dict(flatten(record.get("metrics") or {}))
+
+
+def _require_place(path: str, record: Mapping[str, Any]) -> None:
+    """Refuse a record that says it is of another host, run or experiment than the directories that it was collected to.
+
+    A record that was copied elsewhere by hand may lie anywhere, with fewer directories above it.
+    """
+    parts = path.split("/")[-5:-1]
+    if len(parts) == 4 and parts != (said := [record[key] for key in ("experiment", "run_id", "host", "cell")]):
+        raise ValueError(f"it says that it is of {words.cut('/'.join(said), 200)}, and lies elsewhere: collect it again")
 
 
 def scan(results: Path) -> Content:
@@ -171,19 +226,28 @@ def scan(results: Path) -> Content:
     owners: dict[str, str] = {}
     for file in sorted(results.rglob("record.json")):
         path = file.relative_to(results).as_posix()
-        try:
-            values, found = row(path, file.read_bytes())
-            first = owners.setdefault(values[2], path)
-            if first != path:
-                raise ValueError(f"the same record_id as {first}: a copy? The first is kept; remove one")
-        except OSError as error:
-            problems.append(Problem(path, f"can't be read: {error.strerror}"))
-        except ValueError as error:
-            problems.append(Problem(path, str(error)))
-        else:
-            records[path] = values
-            metrics[path] = found
+        found = read_record(results, file)
+        if isinstance(found, Problem):
+            problems.append(found)
+            continue
+        values, figures = found
+        first = owners.setdefault(values[2], path)
+        if first != path:
+            problems.append(Problem(path, f"the same record_id as {first}: a copy? The first is kept; remove one"))
+            continue
+        records[path], metrics[path] = values, figures
     return Content(records, metrics, tuple(problems))
+
+
+def read_record(results: Path, file: Path) -> tuple[Row, dict[str, float]] | Problem:
+    """Return the ledger's row and metrics of one file below ``results``, or why it is left out."""
+    path = file.relative_to(results).as_posix()
+    try:
+        return row(path, untrusted.read_bytes(file, untrusted.RECORD.size))
+    except OSError as error:
+        return Problem(path, f"can't be read: {error.strerror}")
+    except ValueError as error:
+        return Problem(path, str(error).removeprefix(f"{file}: "))
 
 
 @contextmanager

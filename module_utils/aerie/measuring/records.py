@@ -7,14 +7,17 @@ but the cell's files, and nothing is added but their hashes. Format: docs/refere
 from __future__ import annotations
 
 import json
+import os
+import stat
 from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from ansible.module_utils.aerie import untrusted
 from ansible.module_utils.aerie.errors import AerieError
-from ansible.module_utils.aerie.files import canonical_hash, read_json, sha256_file
-from ansible.module_utils.aerie.measuring import bench_clients, bench_runner
+from ansible.module_utils.aerie.files import canonical_hash, sha256_file
+from ansible.module_utils.aerie.measuring import bench_clients, bench_runner, placing
 from ansible.module_utils.aerie.measuring.experiment import PROFILE
 from ansible.module_utils.aerie.profiling import phases
 from ansible.module_utils.aerie.serving import launch_checks, server_metrics
@@ -26,6 +29,33 @@ Info = dict[str, Any] | None
 PINS = ("SGLANG_SIMULATE_ACC_LEN",)
 """Variables that pin the acceptance length: figures measured with one are engine speed, and say so."""
 
+DEFINITION_SHAPE = {
+    **placing.CELL,
+    "identity": untrusted.WORD,
+    "plan": untrusted.Maybe(untrusted.TEXT),
+    "launch": untrusted.Maybe(untrusted.WHOLE),
+    "repeat": untrusted.WHOLE,
+    "kind": untrusted.WORD,
+    "concurrency": untrusted.COUNT,
+    "requests": untrusted.COUNT,
+    "seed": untrusted.WHOLE,
+    "arm": {"name": untrusted.WORD},
+    "workload": untrusted.MAPPING,
+    "instance": untrusted.Maybe(untrusted.TEXT),
+    "argv": untrusted.ListOf(untrusted.TEXT),
+    "environment": untrusted.MapOf(untrusted.TEXT),
+    "release": untrusted.MAPPING,
+    "models": untrusted.MAPPING,
+    "host_fingerprint": untrusted.Maybe(untrusted.MAPPING),
+    "client": untrusted.MAPPING,
+}
+OUTCOME_SHAPE = {
+    "status": untrusted.WORD,
+    "reason": untrusted.Maybe(untrusted.TEXT),
+    "started": untrusted.WORD,
+    "finished": untrusted.WORD,
+}
+
 
 def is_cell(directory: Path) -> bool:
     """Say whether ``directory`` is one of the runner's cells."""
@@ -33,14 +63,24 @@ def is_cell(directory: Path) -> bool:
 
 
 def make(directory: Path) -> dict[str, Any]:
-    """Return the record of the cell in ``directory``."""
+    """Return the record of the cell in ``directory``; raise AerieError where its files are not what a cell leaves."""
+    with untrusted.reading(directory):
+        record = _make(directory)
+    untrusted.check(record)  # what is worked out of raw figures is not always a number
+    return record
+
+
+def _make(directory: Path) -> dict[str, Any]:
     definition = _json(directory / bench_runner.DEFINITION)
     if definition.get("schema") != bench_runner.SCHEMA:
-        found = definition.get("schema")
+        found = untrusted.shown(definition.get("schema"))
         raise AerieError(
-            f"{directory}: definition.json has schema {found!r}, and this Aerie reads {bench_runner.SCHEMA}: use the one that wrote it"
+            f"{directory}: definition.json has schema {found}, and this Aerie reads {bench_runner.SCHEMA}: use the one that wrote it"
         )
+    _require(definition, DEFINITION_SHAPE, directory / bench_runner.DEFINITION)
     outcome = _json(directory / bench_runner.OUTCOME) if (directory / bench_runner.OUTCOME).exists() else None
+    if outcome is not None:
+        _require(outcome, OUTCOME_SHAPE, directory / bench_runner.OUTCOME)
     status = str(outcome["status"]) if outcome else INTERRUPTED
     reason = outcome["reason"] if outcome else "the cell was interrupted: it has no outcome.json"
     before, after = (_text(directory / name) for name in (bench_runner.METRICS_BEFORE, bench_runner.METRICS_AFTER))
@@ -86,9 +126,17 @@ def make(directory: Path) -> dict[str, Any]:
 
 
 def raw_files(directory: Path) -> dict[str, dict[str, Any]]:
-    """Return size and sha256 of each raw file of a cell, by name."""
-    names = sorted(path.name for path in directory.iterdir() if path.is_file() and path.name != RECORD and not path.name.startswith("."))
-    return {name: {"bytes": (directory / name).stat().st_size, "sha256": sha256_file(directory / name)} for name in names}
+    """Return size and sha256 of each raw file of a cell, by name.
+
+    A link, a pipe and a file of a name that Aerie would not give are none of the cell's: they are neither read nor collected, so a
+    record is the same on the host and on the controller.
+    """
+    found = {}
+    for entry in sorted(os.scandir(directory), key=lambda entry: os.fsencode(entry.name)):
+        about = entry.stat(follow_symlinks=False)
+        if stat.S_ISREG(about.st_mode) and entry.name != RECORD and placing.is_component(entry.name):
+            found[entry.name] = {"bytes": about.st_size, "sha256": sha256_file(Path(entry.path))}
+    return found
 
 
 def dump(record: Mapping[str, Any]) -> str:
@@ -119,11 +167,11 @@ def _metrics(directory: Path, before: str, after: str, info_before: Info, info_a
 
 
 def _phases(directory: Path) -> dict[str, Any] | None:
-    path = directory / bench_runner.PHASES
-    if not path.exists() or not path.stat().st_size:
+    text = _text(directory / bench_runner.PHASES)
+    if not text:
         return None
     try:
-        summary = phases.summarise(phases.read(_text(path), str(path.name))).as_dict()
+        summary = phases.summarise(phases.read(text, bench_runner.PHASES)).as_dict()
     except AerieError as error:
         return {"error": str(error)}
     return summary | {"phases_ms": {name: part["mean_ms"] for name, part in summary["phases"].items()}}
@@ -133,7 +181,10 @@ def _times(outcome: Mapping[str, Any] | None) -> dict[str, Any]:
     if not outcome:
         return {"started": None, "finished": None, "seconds": None}
     started, finished = outcome["started"], outcome["finished"]
-    seconds = (datetime.fromisoformat(finished) - datetime.fromisoformat(started)).total_seconds()  # Python 3.11 reads the Z
+    try:
+        seconds = (datetime.fromisoformat(finished) - datetime.fromisoformat(started)).total_seconds()  # Python 3.11 reads the Z
+    except (ValueError, TypeError, OverflowError) as error:
+        raise untrusted.Malformed(f"{bench_runner.OUTCOME}: its times can't be read ({error})") from None
     return {"started": started, "finished": finished, "seconds": round(seconds, 3)}
 
 
@@ -148,11 +199,18 @@ def _versions(definition: Mapping[str, Any], info: Mapping[str, Any] | None) -> 
     }
 
 
+def _require(value: Mapping[str, Any], shape: untrusted.Shape, path: Path) -> None:
+    try:
+        untrusted.require(value, shape)
+    except untrusted.Malformed as error:
+        raise untrusted.Malformed(f"{path}: {error}") from None
+
+
 def _json(path: Path) -> dict[str, Any]:
     try:
-        value = read_json(path)
-    except (OSError, ValueError) as error:
-        raise AerieError(f"{path} can't be read: {error}") from error
+        value = untrusted.read(path)
+    except OSError as error:
+        raise AerieError(f"{path} can't be read: {error.strerror}") from error
     if not isinstance(value, dict):
         raise AerieError(f"{path} holds no object")
     return value
@@ -160,11 +218,14 @@ def _json(path: Path) -> dict[str, Any]:
 
 def _info(path: Path) -> dict[str, Any] | None:
     try:
-        value = read_json(path)
+        value = untrusted.read(path)
     except (OSError, ValueError):
         return None
     return value if isinstance(value, dict) else None
 
 
 def _text(path: Path) -> str:
-    return path.read_text(errors="replace") if path.exists() else ""
+    try:
+        return untrusted.read_bytes(path, untrusted.RAW).decode(errors="replace")
+    except FileNotFoundError:
+        return ""

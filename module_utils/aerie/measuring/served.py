@@ -11,6 +11,7 @@ from ansible.module_utils.aerie import files
 from ansible.module_utils.aerie.errors import AerieError
 from ansible.module_utils.aerie.measuring import bench_clients, bench_runner, benchmark, records
 from ansible.module_utils.aerie.paths import HostPaths
+from ansible.module_utils.aerie.releases import release_file
 from ansible.module_utils.aerie.serving import launch_checks
 from ansible.module_utils.aerie.words import listing
 
@@ -55,7 +56,7 @@ def current_release(paths: HostPaths) -> dict[str, Any] | None:
     """Return release.json of the release that would serve; None where there is none yet. Raises AerieError when it can't be read."""
     path = paths.current / "release.json"
     try:
-        release: dict[str, Any] = files.read_json(path)
+        release = release_file.read(paths.current)
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
@@ -89,7 +90,7 @@ def find(paths: HostPaths, asked: Asked, require: Callable[[Mapping[str, Any]], 
         raise AerieError(f"instance {asked.instance} serves arm {instance['arm']['name']}, not {asked.arm['name']}")
     release_path = paths.release(instance["release"])
     try:
-        release = files.read_json(release_path / "release.json")
+        release = release_file.read(release_path)
     except (OSError, ValueError) as error:
         raise AerieError(f"the release that is served can't be read ({error}): make one with the sglang_patches role") from error
     require(release)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from ansible.module_utils.aerie import files, words
+from ansible.module_utils.aerie import files, untrusted, words
 from ansible.module_utils.aerie.serving import launch_checks
 
 CONFIDENCE = 0.95
@@ -332,10 +332,11 @@ def _clients(count: float, about: bool = False) -> str:
 # ---- records ----------------------------------------------------------------------------------------------------------------------
 
 
-def groups(records: Iterable[Mapping[str, Any]], baseline: str | None = None) -> list[Group]:
+def groups(records: Iterable[Mapping[str, Any]], baseline: str | None = None, problems: list[str] | None = None) -> list[Group]:
     """Return the verdict: one group per experiment, run, host and shape, in that order.
 
-    ``baseline`` names the arm to compare with; None takes the one called baseline, else the only one without speculation.
+    ``baseline`` names the arm to compare with; None takes the one called baseline, else the only one without speculation. Figures of a
+    host that can't be compared with each other are added to ``problems``, and the other groups are returned; without it, they raise.
     """
     sorted_records = sorted(
         records, key=lambda record: tuple(str(record.get(key, "")) for key in ("experiment", "host", "run_id", "cell", "record_id"))
@@ -345,10 +346,16 @@ def groups(records: Iterable[Mapping[str, Any]], baseline: str | None = None) ->
         place = (str(record["experiment"]), str(record["host"]), str(record["run_id"]))
         places.setdefault(place, {}).setdefault(files.canonical_hash(shape(record)), []).append(record)
     found = []
-    for shapes in places.values():
-        ordered = sorted(shapes.values(), key=lambda members: (_started(members) or "", str(members[0].get("cell"))))
-        note = _shape_note([shape(members[0]) for members in ordered])
-        found += [_group(members, baseline, note) for members in ordered]
+    for place, shapes in places.items():
+        try:
+            with untrusted.reading("its figures"):
+                ordered = sorted(shapes.values(), key=lambda members: (_started(members) or "", str(members[0].get("cell"))))
+                note = _shape_note([shape(members[0]) for members in ordered])
+                found += [_group(members, baseline, note) for members in ordered]
+        except ValueError as error:
+            if problems is None:
+                raise
+            problems.append(f"{'/'.join(place)}: {words.cut(error, 200)}")
     return found
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ansible.module_utils.aerie import untrusted
 from ansible.module_utils.aerie.errors import AerieError
 
 PHASES = ("target_verify", "draft", "draft_extend", "tree_and_acceptance", "kv", "remainder")
@@ -82,8 +82,8 @@ def read(text: str, name: str) -> list[Cycle]:
         if not line.strip():
             continue
         try:
-            cycles.append(_cycle(json.loads(line)))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            cycles.append(_cycle(untrusted.parse(line)))
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
             if number == len(lines):  # no newline came after it
                 break
             raise AerieError(

@@ -11,10 +11,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ansible.module_utils.aerie import files
+from ansible.module_utils.aerie import files, untrusted
 from ansible.module_utils.aerie.errors import AerieError
 from ansible.module_utils.aerie.measuring import bench_runner
 from ansible.module_utils.aerie.profiling import overhead, phases
+from ansible.module_utils.aerie.words import cut
 
 SCHEMA = "aerie-profile/1"
 LAUNCH, OUTCOME, WINDOWS, LINES, TRACE = "launch.json", "level.json", "windows.json", "decode.jsonl", "trace.json"
@@ -38,6 +39,22 @@ LAUNCH_FACTS = (
 )
 
 
+LINE = {
+    "t": untrusted.NUMBER,
+    "kind": untrusted.WORD,
+    "running?": untrusted.COUNT,
+    "tok_s?": untrusted.NUMBER,
+    "accept?": untrusted.Maybe(untrusted.NUMBER),
+}
+WINDOW = {"pair": untrusted.WHOLE, "state": untrusted.WORD, "start": untrusted.NUMBER, "end": untrusted.NUMBER}
+SHAPES: Mapping[str, untrusted.Shape] = {
+    LAUNCH: {"arm": {"name": untrusted.WORD}},
+    OUTCOME: {"concurrency": untrusted.COUNT, "status": untrusted.WORD, "reason?": untrusted.Maybe(untrusted.TEXT)},
+    WINDOWS: {"windows": untrusted.ListOf(WINDOW)},
+    TRACE: untrusted.MAPPING,
+}
+
+
 def set_aside(directory: Path) -> None:
     """Move an earlier profile of the same arm in the same run out of the way: raw files are never overwritten."""
     if directory.exists():
@@ -56,7 +73,7 @@ def read(directory: Path) -> dict[str, Any]:
     outcome = _json(directory / OUTCOME)
     level = int(outcome["concurrency"])
     windows = [overhead.Window(**window) for window in _json(directory / WINDOWS, {"windows": []})["windows"]]
-    seen = [json.loads(line) for line in _text(directory / LINES).splitlines()]
+    seen = read_lines(directory / LINES)
     found = overhead.intervals(seen, level)
     chosen = {state: [window for window in windows if window.state == state] for state in (overhead.ON, overhead.OFF)}
     inside = {state: [interval for window in chosen[state] for interval in _within(found, window)] for state in chosen}
@@ -114,9 +131,11 @@ def in_words(level: Mapping[str, Any]) -> str:
 
 
 def arm(directory: Path) -> dict[str, Any]:
-    """Return an arm's definition and levels."""
-    launch = _json(directory / LAUNCH)
-    levels = [read(path.parent) for path in directory.glob(f"c*/{OUTCOME}")]
+    """Return an arm's definition and levels; raise AerieError where its files are not what a profile leaves."""
+    with untrusted.reading(directory):
+        launch = _json(directory / LAUNCH)
+        levels = [read(path.parent) for path in directory.glob(f"c*/{OUTCOME}")]
+    untrusted.check(levels)
     return {
         **{name: launch.get(name) for name in LAUNCH_FACTS},
         "started": launch.get("started"),
@@ -125,43 +144,67 @@ def arm(directory: Path) -> dict[str, Any]:
 
 
 def whole(run: Path) -> dict[str, Any]:
-    """Return everything that a run's collected files say, by host, arms in the order in which they were profiled."""
-    hosts = {}
+    """Return everything that a run's collected files say, by host, arms in the order in which they were profiled.
+
+    An arm whose files can't be read is one of the ``problems``, a key that is there only where there are some.
+    """
+    hosts, problems = {}, []
     for host in sorted(path for path in run.iterdir() if path.is_dir()):
-        arms = [arm(path.parent) for path in host.glob(f"*/{LAUNCH}")]
+        arms = []
+        for path in sorted(host.glob(f"*/{LAUNCH}")):
+            try:
+                arms.append(arm(path.parent))
+            except (AerieError, OSError, ValueError) as error:
+                problems.append(f"{host.name}/{path.parent.name}: {cut(error, 300)}")
         if arms:
             hosts[host.name] = {"arms": sorted(arms, key=lambda found: (str(found["started"]), str(found["arm"]["name"])))}
-    return {"schema": SCHEMA, "run_id": run.name, "hosts": hosts}
+    return {"schema": SCHEMA, "run_id": run.name, "hosts": hosts} | ({"problems": problems} if problems else {})
 
 
-def manifest(root: Path, directory: Path, place: str, traces: bool) -> list[dict[str, Any]]:
-    """Return the files of an arm with their size and hash, and where each belongs below the controller's results."""
+def manifest(root: Path, directory: Path, traces: bool) -> list[dict[str, Any]]:
+    """Return the files of an arm below ``root``, with size and hash; the controller decides where they go."""
     found = []
     for path in sorted(directory.rglob("*")):
         name = path.relative_to(directory)
-        if path.is_file() and (traces or name.parts[0] != TRACES):
-            entry = {"path": path.relative_to(root).as_posix(), "place": f"{place}/{name.as_posix()}"}
-            found.append({**entry, "bytes": path.stat().st_size, "sha256": files.sha256_file(path)})
+        if path.is_file() and not path.is_symlink() and (traces or name.parts[0] != TRACES):
+            facts = {"bytes": path.stat().st_size, "sha256": files.sha256_file(path)}
+            found.append({"path": path.relative_to(root).as_posix(), **facts})
     return found
 
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text()
+        return untrusted.read_bytes(path, untrusted.RAW).decode(errors="replace")
     except FileNotFoundError:
         return ""
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Return what was seen in the server's log, line by line; raise AerieError for a line that is something else."""
+    lines = []
+    for number, text in enumerate(_text(path).splitlines(), 1):
+        try:
+            line = untrusted.parse(text)
+            untrusted.require(line, LINE)
+        except untrusted.Malformed as error:
+            raise untrusted.Malformed(f"{path}, line {number}: {error}") from None
+        lines.append(line)
+    return lines
 
 
 def read_json(path: Path, of: str, *default: Any) -> Any:
     """Return a file's content, or ``default`` where it is missing; raise AerieError that says of what directory it should be part."""
     try:
-        return files.read_json(path)
+        value = untrusted.read(path)
+        if path.name in SHAPES:
+            untrusted.require(value, SHAPES[path.name])
     except FileNotFoundError:
         if default:
             return default[0]
         raise AerieError(f"{path} is missing: the directory is no {of}") from None
     except ValueError as error:
-        raise AerieError(f"{path} can't be read: {error}") from error
+        raise AerieError(f"{path} can't be read: {str(error).removeprefix(f'{path}: ')}") from error
+    return value
 
 
 def _json(path: Path, *default: Any) -> Any:

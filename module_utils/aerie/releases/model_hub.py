@@ -149,6 +149,10 @@ class Hub:
         return ask(self.endpoint, path, self.repository, self.token)
 
 
+LARGEST_ANSWER = 64 << 20
+"""In bytes: a hub's list of a repository's files, or a model's configuration."""
+
+
 def ask(endpoint: str, path: str, repository: str, token: str | None = None, seconds: float = ANSWER_SECONDS) -> bytes:
     """Return what a hub answers; raise with what to do. The token goes to the endpoint only, never on to where it redirects."""
     request = urllib.request.Request(endpoint.rstrip("/") + path)
@@ -156,8 +160,7 @@ def ask(endpoint: str, path: str, repository: str, token: str | None = None, sec
         request.add_unredirected_header("Authorization", f"Bearer {token}")
     try:
         with urllib.request.urlopen(request, timeout=seconds) as answer:
-            content: bytes = answer.read()
-            return content
+            content: bytes = answer.read(LARGEST_ANSWER + 1)
     except urllib.error.HTTPError as error:
         cures = {
             401: "it is private or gated, or is not there: check the name, and set sglang_models_hub_token to a token that may read it",
@@ -172,6 +175,9 @@ def ask(endpoint: str, path: str, repository: str, token: str | None = None, sec
             f"{repository}: {endpoint} does not answer from this host ({reason}): let it through, set sglang_models_hub_endpoint to a "
             "mirror, or bring the model with source rsync or controller"
         ) from error
+    if len(content) > LARGEST_ANSWER:
+        raise AerieError(f"{repository}: {endpoint} answers with more than {LARGEST_ANSWER:,} bytes: check sglang_models_hub_endpoint")
+    return content
 
 
 def resolve(endpoint: str, repository: str, revision: str, token: str | None = None) -> str | None:

@@ -28,11 +28,11 @@ from ansible.module_utils.aerie.errors import AerieError
 from ansible.module_utils.aerie.files import canonical_hash, fsync_dir, read_json, write_atomic, write_json
 from ansible.module_utils.aerie.jobs import Progress
 from ansible.module_utils.aerie.paths import HostPaths
-from ansible.module_utils.aerie.releases import adoption
+from ansible.module_utils.aerie.releases import adoption, release_file
 from ansible.module_utils.aerie.releases import environment as environments
 from ansible.module_utils.aerie.words import listing, near, tail
 
-RELEASE = "release.json"
+RELEASE = release_file.RELEASE
 ARGUMENTS = "server_arguments.json"
 ADOPTED = "adopted.json"
 PTH = "_aerie_environment.pth"
@@ -215,12 +215,21 @@ def patch_sets_of(ingredients: Ingredients) -> list[dict[str, str]]:
 
 
 def read(paths: HostPaths, release_id: str) -> dict[str, Any] | None:
-    """Return a release's ``release.json``, or None where there is no such release, or only a half made one."""
+    """Return a release's ``release.json``, or None where there is no such release, or only a half made one.
+
+    One that says something else than a release, or is another release's, counts as half made: it is made again.
+    """
+    if not is_id(release_id):
+        return None
     try:
-        value: dict[str, Any] = read_json(paths.release(release_id) / RELEASE)
+        return release_file.read(paths.release(release_id))
     except (FileNotFoundError, NotADirectoryError, ValueError):
         return None
-    return value
+
+
+def is_id(name: str) -> bool:
+    """Say whether a release may be called so: one component of a path, and no other place."""
+    return bool(name) and "/" not in name and "\0" not in name and not name.startswith(".")
 
 
 def existing(paths: HostPaths) -> list[str]:
@@ -359,7 +368,7 @@ def set_patch_sets(paths: HostPaths, ingredients: Ingredients, *, put_back: bool
     """
     release = find(paths, ingredients.id)
     wanted = patch_sets_of(ingredients)
-    before = {key: release[key] for key in ("patch_sets", "verified", "verified_at")}
+    before = {key: release.get(key) for key in ("patch_sets", "verified", "verified_at")}
     remembered = release.get("before")
     found = remembered if put_back and remembered and remembered["patch_sets"] == wanted else None
     changed = release | (found or {"patch_sets": wanted, "verified": False, "verified_at": None}) | {"before": before}
@@ -437,7 +446,7 @@ def switch(paths: HostPaths, release_id: str, previous: str | None = None) -> No
     A switch that is taken back gives the ``previous`` that was there before it, or an empty string where there was none.
     """
     release = find(paths, release_id)
-    if not release["verified"]:
+    if release.get("verified") is not True:
         raise AerieError(f"release {release_id} was not verified and can't become current")
     before = linked(paths.current)
     if before == release_id:

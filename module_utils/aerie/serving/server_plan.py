@@ -18,6 +18,7 @@ from ansible.module_utils.aerie.host import nccl
 from ansible.module_utils.aerie.measuring import calibration
 from ansible.module_utils.aerie.patching import patch_checks
 from ansible.module_utils.aerie.paths import HostPaths
+from ansible.module_utils.aerie.releases import release_file
 from ansible.module_utils.aerie.serving import gpu_settings, launch_checks, server_flags, server_processes
 from ansible.module_utils.aerie.serving.server_http import Endpoint
 from ansible.module_utils.aerie.serving.service import Service, choose
@@ -199,7 +200,7 @@ def current_release(paths: HostPaths) -> dict[str, Any] | None:
     """Return release.json of the release that ``current`` means, with its ``path``; None where there is none yet."""
     directory = paths.current.resolve()
     try:
-        release: dict[str, Any] = read_json(directory / "release.json")
+        release = release_file.read(directory)
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from ansible.module_utils.aerie import untrusted
 from ansible.module_utils.aerie.errors import AerieError
 from ansible.module_utils.aerie.measuring import verdict
 from ansible.module_utils.aerie.tuning import messages, search
@@ -15,6 +16,23 @@ from ansible.module_utils.aerie.tuning import messages, search
 SCHEMA = "aerie-nccl-tuned/1"
 REFERENCE_ARM, ARM = "nccl-default", "nccl-"
 CONFIRMED, UNCONFIRMED, REFUTED, SAME = "confirmed", "unconfirmed", "not_confirmed", search.SAME
+_ENVIRONMENT = untrusted.MapOf(untrusted.Maybe(untrusted.TEXT))
+RESULT_SHAPE = {
+    "run_id": untrusted.WORD,
+    "host": untrusted.WORD,
+    "base": _ENVIRONMENT,
+    "versions": untrusted.MAPPING,
+    "objectives": untrusted.MapOf(
+        {
+            "verdict": untrusted.WORD,
+            "candidate?": untrusted.Maybe(untrusted.TEXT),
+            "changes?": _ENVIRONMENT,
+            "environment": _ENVIRONMENT,
+            "ratio?": untrusted.Maybe({"value": untrusted.NUMBER}),
+            "medians_us?": untrusted.MapOf(untrusted.MapOf(untrusted.NUMBER)),
+        }
+    ),
+}
 METRICS = {messages.LATENCY: "output_throughput_tok_s", messages.THROUGHPUT: "total_throughput_tok_s"}
 """By what an objective is judged end to end, in records' metrics; all are tokens a second."""
 
@@ -196,4 +214,8 @@ def require_result(result: Any) -> Mapping[str, Any]:
     """Return a search's result, or raise AerieError where it is none."""
     if not isinstance(result, Mapping) or "objectives" not in result:
         raise AerieError("nccl_tune: result is what state=searched returned as its 'result'")
+    untrusted.check(result)
+    untrusted.require(result, RESULT_SHAPE, "the result of the search")
+    if others := [name for name in result["objectives"] if name not in messages.OBJECTIVES]:
+        raise untrusted.Malformed(f"the result of the search has an objective {untrusted.shown(others[0])}")
     return result

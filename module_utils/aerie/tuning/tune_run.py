@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -15,6 +15,7 @@ from ansible.module_utils.aerie.errors import AerieError, raise_all
 from ansible.module_utils.aerie.host import nccl
 from ansible.module_utils.aerie.measuring import benchmark
 from ansible.module_utils.aerie.paths import HostPaths
+from ansible.module_utils.aerie.releases import release_file
 from ansible.module_utils.aerie.serving import gpu_settings, launch_checks
 from ansible.module_utils.aerie.tuning import messages, micro, search, space
 from ansible.module_utils.aerie.words import listing
@@ -198,7 +199,7 @@ def _messages(asked: Request) -> list[messages.Message]:
 
 def _release(paths: HostPaths) -> str | None:
     try:
-        return str(files.read_json(paths.current / "release.json")["id"])
+        return str(release_file.read(paths.current)["id"])
     except (OSError, ValueError, KeyError):
         return None
 
@@ -377,14 +378,13 @@ def size_text(size: int) -> str:
     return f"{size} B"
 
 
-def manifest(paths: HostPaths, asked_run: str, host: str) -> list[dict[str, Any]]:
-    """Return the files of a run with size, sha256 and their place below the controller's results."""
+def manifest(paths: HostPaths, asked_run: str) -> list[dict[str, Any]]:
+    """Return the files of a run with size and sha256; the controller decides where they go."""
     directory = root(paths) / asked_run
-    found: Sequence[Path] = sorted(path for path in directory.rglob("*") if path.is_file() and path.name != "program.py")
+    found = sorted(path for path in directory.rglob("*") if path.is_file() and not path.is_symlink() and path.name != "program.py")
     return [
         {
             "path": path.relative_to(root(paths)).as_posix(),
-            "place": f"nccl/{asked_run}/{host}/{path.relative_to(directory).as_posix()}",
             "bytes": path.stat().st_size,
             "sha256": files.sha256_file(path),
         }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 from aerie_controller import PROJECT  # noqa: F401  makes ansible.module_utils.aerie importable
 
 # isort: split
+from ansible.module_utils.aerie import untrusted
 from ansible.module_utils.aerie.errors import AerieError, raise_all
 from ansible.module_utils.aerie.host import host_info
 from ansible.module_utils.aerie.words import near
@@ -170,8 +170,8 @@ def of_place(place: str, known: Sequence[Rule], want: Mapping[str, Any], ignore:
             paths = (str(root),) if root else ()
             question = host_info.Question(aerie_root=root, paths=paths, catalog=want.get("models") or {})
             return examine(known, path.name, host_info.survey(host_info.open_host(path), question), want, ignore)
-        return HostResult.from_dict(json.loads(path.read_text()))
-    except (OSError, ValueError, KeyError, TypeError, AerieError) as error:
+        return HostResult.from_dict(untrusted.read(path, untrusted.SURVEY, follow=True))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, AerieError) as error:
         reason = getattr(error, "strerror", None) or error
         raise AerieError(f"{place}: neither a host of this run, nor a recording, nor a JSON file of a preflight: {reason}") from error
 
@@ -181,7 +181,7 @@ def kept(output: Path) -> list[HostResult]:
     found = []
     for path in sorted(output.glob("*.json")):
         try:
-            found.append(HostResult.from_dict(json.loads(path.read_text())))
-        except (OSError, ValueError, KeyError, TypeError):
+            found.append(HostResult.from_dict(untrusted.read(path, untrusted.SURVEY, follow=True)))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
             continue
     return found

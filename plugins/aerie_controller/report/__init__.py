@@ -16,7 +16,8 @@ from ansible.module_utils.aerie.errors import AerieError
 from ansible.module_utils.aerie.measuring import verdict
 from ansible.module_utils.aerie.profiling import trace_summary
 from ansible.module_utils.aerie.profiling.phases import PHASES
-from ansible.module_utils.aerie.words import cut, listing
+from ansible.module_utils.aerie.words import clean_lines, cut, listing
+from markupsafe import Markup
 
 from ..figures import interval, number, range_text
 from ..preflight import wording
@@ -41,12 +42,18 @@ def _plots() -> Any:
     return plots
 
 
+def _shown(value: Any) -> Any:
+    """Return what a page shows of a value: text without control characters, and without those that turn others around."""
+    return clean_lines(value) if isinstance(value, str) and not isinstance(value, Markup) else value
+
+
 def _template(name: str) -> jinja2.Template:
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         autoescape=True,
         trim_blocks=True,
         lstrip_blocks=True,
+        finalize=_shown,
     )
     environment.filters.update(number=number, range=range_text, listing=listing, span=span, plain=plain, machine=machine, headline=headline)
     environment.filters.update(shown=wording.shown, reasons=wording.reasons, probed=wording.probed)
