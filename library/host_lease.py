@@ -9,7 +9,10 @@ short_description: Hold a host while a run changes it
 description:
   - Takes or gives back the lease of a host, a small file below O(root) that names a run, its user and controller, and when it ends.
   - A live lease of another run is refused; one that expired, or whose run has died on this controller, is taken over with a warning.
-  - Every module of this project that changes a host renews the lease that it is given, and stops when it was taken away.
+  - Every module of this project that changes a host renews the lease that it is given while it works, and stops when it was taken
+    away.
+  - A lease file that can't be read names nobody; it is taken over with a warning. A directory in its place is refused, and moved
+    aside with O(breaking).
 author: Aerie contributors (!UNKNOWN)
 options:
   root:
@@ -63,24 +66,23 @@ lease:
   description: The owner that was written; pass it to the modules that change the host.
   returned: success
   type: dict
-  sample: {run: "4711.123456", user: ops, controller: deploy01}
+  sample: {run: "4711.123456.9f86d081884c7d65", user: ops, controller: deploy01}
 message:
   description: Whose lease was taken over, and why.
   returned: when another run's lease was taken over
   type: str
-  sample: "took over the lease of ops on deploy01 (run 4711.123456): expired"
+  sample: "took over the lease of ops on deploy01 (run 4711.123456.9f86d081884c7d65): it expired"
 holder:
   description: Who holds the host.
   returned: failure
   type: dict
-  sample: {run: "4711.123456", user: ops, controller: deploy01}
+  sample: {run: "4711.123456.9f86d081884c7d65", user: ops, controller: deploy01}
 """
 
 from pathlib import Path
 
 from ansible.module_utils.aerie import lease
 from ansible.module_utils.aerie.errors import AerieError
-from ansible.module_utils.aerie.files import read_json
 from ansible.module_utils.aerie.paths import HostPaths
 from ansible.module_utils.basic import AnsibleModule
 
@@ -110,7 +112,7 @@ def main() -> None:
         else:
             message = lease.acquire(path, lease.Owner.of(owner), module.params["seconds"], **asked)
     except AerieError as error:
-        module.fail_json(msg=str(error), holder=read_json(path)["owner"] if path.exists() else None)
+        module.fail_json(msg=str(error), holder=lease.holder(path))
     except OSError as error:
         module.fail_json(
             msg=f"{error.filename}: {error.strerror}: can't keep a lease there; choose another aerie_root, or become a user who may write"

@@ -326,7 +326,7 @@ def _stop(module: AnsibleModule, host: server_plan.Host) -> dict[str, Any]:
         }
     renew_if_given(host.paths.lease, module.params["lease"])
     # A start that is still under way would go on where we stop.
-    if (job := _job(host.paths, name)) and (process := processes.read(int((job["path"] / jobs.PID).read_text()))):
+    if (job := _job(host.paths, name)) and (process := jobs.process(job["path"])):
         processes.end([process], 5)
     return server.stop(host, name)
 

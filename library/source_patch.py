@@ -238,7 +238,7 @@ def converged(module: AnsibleModule, tree: SourceTree, store: PatchStore, sets: 
         planned = patch_plan.plan(tree, store, sets, **asked)
     else:
         if module.params["lease"]:
-            lease.renew(HostPaths(Path(module.params["root"])).lease, lease.Owner.of(module.params["lease"]))
+            lease.renew_if_given(HostPaths(Path(module.params["root"])).lease, module.params["lease"])
         with store.locked():
             planned = patch_plan.plan(tree, store, sets, **asked)
             patch_transaction.apply(

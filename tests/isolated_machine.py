@@ -55,6 +55,14 @@ class OwnMachine(processes.Machine):
         # This process may be the one that takes BUSY_PORTS. To a test they are another's.
         return [entry for entry in listening if entry[1] in own and entry[0] not in BUSY_PORTS]
 
+    def lock_holders(self, inode: int) -> list[int]:
+        with guard.paused():
+            return [pid for pid in super().lock_holders(inode) if pid in self.pids()]
+
+    def boot_id(self) -> str:
+        with guard.paused():
+            return super().boot_id()
+
     def _parent(self, pid: int) -> int | None:
         fields = self.text(pid, "stat").rpartition(")")[2].split()
         return int(fields[1]) if fields else None

@@ -15,9 +15,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ansible.module_utils.aerie import lease, processes
 from ansible.module_utils.aerie.errors import AerieError
 from ansible.module_utils.aerie.files import read_json, write_json
-from ansible.module_utils.aerie.processes import alive
+from ansible.module_utils.aerie.processes import Process
 
 PROGRESS = "progress.json"
 RESULT = "result.json"
@@ -60,6 +61,7 @@ def start(directory: Path, work: Callable[[Progress], dict[str, Any]]) -> int:
 
     ``work`` returns the module's result; an AerieError becomes a failure with its message, anything else one with a traceback.
     """
+    kept = lease.leave()  # the child renews it
     reader, writer = os.pipe()
     first = os.fork()
     if first:
@@ -72,11 +74,12 @@ def start(directory: Path, work: Callable[[Progress], dict[str, Any]]) -> int:
     second = os.fork()
     if second:
         # Before anybody can ask whether the job runs.
-        (directory / PID).write_text(str(second))
+        (directory / PID).write_text(str(processes.identify(second) or ""))
         os.write(writer, str(second).encode())
         os._exit(0)
     os.close(writer)
     _detach(directory / LOG)
+    lease.resume(kept)
     run_here(directory, work)
     os._exit(0)
 
@@ -104,12 +107,26 @@ def _detach(log: Path) -> None:
     os.closerange(3, 1024)
 
 
+def process(directory: Path) -> Process | None:
+    """Return the process of the job of ``directory``; None once it has ended, whoever has its pid now.
+
+    A pid alone, which jobs of older versions left, names a job only where it still is one of Ansible's
+    modules, whose file is called AnsiballZ.
+    """
+    try:
+        text = (directory / PID).read_text()
+    except (OSError, ValueError):
+        return None
+    identity = processes.Identity.parse(text)
+    if identity is not None:
+        return processes.find(identity)
+    current = processes.read(int(text)) if text.strip().isdecimal() else None
+    return current if current is not None and any("AnsiballZ" in word for word in current.argv) else None
+
+
 def is_running(directory: Path) -> bool:
     """Say whether the job of ``directory`` still works."""
-    try:
-        return not (directory / RESULT).exists() and alive(int((directory / PID).read_text()))
-    except (OSError, ValueError):
-        return False
+    return not (directory / RESULT).exists() and process(directory) is not None
 
 
 def read(directory: Path) -> dict[str, Any] | None:

@@ -25,6 +25,8 @@ class Process:
     ppid: int
     argv: tuple[str, ...]
     environment: tuple[str, ...]
+    started: int = 0
+    """Clock ticks between the boot and its start; 0 where that is unknown. Source: proc(5), stat, field 22."""
 
     def variable(self, name: str) -> str | None:
         """Return the value of an environment variable as it was when the process started."""
@@ -35,6 +37,26 @@ class Process:
     def title(self) -> str:
         """Return a short name for messages."""
         return " ".join(self.argv)[:120] or "?"
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Which process a pid meant: the kernel gives a pid to a stranger once its process has ended."""
+
+    pid: int
+    started: int
+    boot: str
+
+    def __str__(self) -> str:
+        return f"{self.pid} {self.started} {self.boot}"
+
+    @classmethod
+    def parse(cls, text: str) -> Identity | None:
+        """Return what :meth:`__str__` wrote; None for anything else, such as a pid alone."""
+        words = text.split()
+        if len(words) != 3 or not (words[0].isdecimal() and words[1].isdecimal()):
+            return None
+        return cls(int(words[0]), int(words[1]), words[2])
 
 
 class Machine:
@@ -66,6 +88,22 @@ class Machine:
         except OSError:
             return ""
 
+    def lock_holders(self, inode: int) -> list[int]:
+        """Return the processes that hold a flock on a file, by its inode. Source: proc(5), /proc/locks."""
+        try:
+            rows = [row.split() for row in (self._proc / "locks").read_text().splitlines()]
+        except OSError:
+            return []
+        held = [row for row in rows if len(row) >= 6 and row[1] == "FLOCK" and row[5].rpartition(":")[2] == str(inode)]
+        return [int(row[4]) for row in held if row[4].isdecimal()]
+
+    def boot_id(self) -> str:
+        """Return the random name of this boot, empty where the kernel does not show it."""
+        try:
+            return (self._proc / "sys/kernel/random/boot_id").read_text().strip()
+        except OSError:
+            return ""
+
     def link(self, pid: int, name: str) -> Path | None:
         """Return what ``cwd`` or ``exe`` of process ``pid`` is; None where we may not see it."""
         try:
@@ -92,11 +130,25 @@ def read(pid: int) -> Process | None:
     stat = machine.text(pid, "stat")
     if not stat:
         return None
-    state, ppid = stat.rpartition(")")[2].split()[:2]
+    fields = stat.rpartition(")")[2].split()
+    state, ppid = fields[:2]
     if state == "Z":
         return None
     argv, environment = (_strings(machine.text(pid, name)) for name in ("cmdline", "environ"))
-    return Process(pid, int(ppid), argv, environment)
+    return Process(pid, int(ppid), argv, environment, int(fields[19]) if len(fields) > 19 else 0)
+
+
+def identify(pid: int) -> Identity | None:
+    """Return which process ``pid`` is now; None when it is gone or a zombie."""
+    process = read(pid)
+    return Identity(pid, process.started, machine.boot_id()) if process else None
+
+
+def find(identity: Identity) -> Process | None:
+    """Return the process that ``identity`` names, or None when it has ended, though its pid may be another's now."""
+    process = read(identity.pid)
+    is_same = process is not None and process.started == identity.started and machine.boot_id() == identity.boot
+    return process if is_same else None
 
 
 def _strings(text: str) -> tuple[str, ...]:
@@ -153,26 +205,56 @@ def holders(port: int) -> list[Process] | None:
 
 def end(processes: Iterable[Process], seconds: float) -> list[Process]:
     """Ask ``processes`` to end (SIGTERM), wait up to ``seconds``, kill the rest; return those that had to be killed."""
-    left = [process for process in processes if _signal(process.pid, signal.SIGTERM)]
+    left = [process for process in processes if _signal(process, signal.SIGTERM)]
     left = wait_gone(left, seconds)
     for process in left:
-        _signal(process.pid, signal.SIGKILL)
+        _signal(process, signal.SIGKILL)
     wait_gone(left, 5)
     return left
+
+
+def kill(process: Process) -> bool:
+    """Kill this very process at once; return whether it was there."""
+    return _signal(process, signal.SIGKILL)
 
 
 def wait_gone(processes: Iterable[Process], seconds: float) -> list[Process]:
     """Wait up to ``seconds`` for ``processes`` to be gone; return those that are still there."""
     left = list(processes)
     deadline = time.monotonic() + seconds
-    while (left := [process for process in left if alive(process.pid)]) and time.monotonic() < deadline:
+    while (left := [process for process in left if is_same(process)]) and time.monotonic() < deadline:
         time.sleep(0.05)
     return left
 
 
-def _signal(pid: int, number: signal.Signals) -> bool:
+def is_same(process: Process) -> bool:
+    """Say whether this very process lives; its pid may be another's by now."""
+    current = read(process.pid)
+    return current is not None and process.started in (0, current.started)
+
+
+def _signal(process: Process, number: signal.Signals) -> bool:
+    """Send a signal to this very process; return whether it was there.
+
+    A pidfd keeps naming the process that it was opened for, so that what is looked at is what gets
+    the signal. Source: pidfd_open(2), from Linux 5.3 on.
+    """
     try:
-        os.kill(pid, number)
+        descriptor = os.pidfd_open(process.pid)
     except ProcessLookupError:
         return False
+    except OSError:  # a kernel without it
+        descriptor = -1
+    try:
+        if not is_same(process):
+            return False
+        if descriptor < 0:
+            os.kill(process.pid, number)
+        else:
+            signal.pidfd_send_signal(descriptor, number)
+    except ProcessLookupError:
+        return False
+    finally:
+        if descriptor >= 0:
+            os.close(descriptor)
     return True

@@ -21,8 +21,9 @@ class ActionModule(ActionBase):
         answer = self._execute_module(module_args=arguments, task_vars=task_vars)
         holder = answer.get("holder")
         # A run of this very controller that has died can't give its lease back: ask once more, knowing that.
-        if answer.get("failed") and holder and holder["controller"] == arguments["owner"]["controller"] and owner.is_dead(holder["run"]):
-            answer = self._execute_module(module_args=arguments | {"dead_runs": [holder["run"]]}, task_vars=task_vars)
+        run = holder.get("run") if isinstance(holder, dict) else None
+        if answer.get("failed") and isinstance(run, str) and owner.is_dead(run):
+            answer = self._execute_module(module_args=arguments | {"dead_runs": [run]}, task_vars=task_vars)
         if answer.get("message"):
             terminal.warn(answer["message"])
         return result | answer

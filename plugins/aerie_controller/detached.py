@@ -50,14 +50,19 @@ def load(name):
     except FileNotFoundError:
         return None
 def alive():
+    # A pid alone may be a stranger's by now: the job's file has when its process started, and in which boot.
     try:
         with open(os.path.join(job, "pid")) as stream:
-            os.kill(int(stream.read()), 0)
-    except ProcessLookupError:
+            pid, started, boot = (stream.read().split() + ["", ""])[:3]
+        with open("/proc/%d/stat" % int(pid)) as stream:
+            fields = stream.read().rpartition(")")[2].split()
+        with open("/proc/sys/kernel/random/boot_id") as stream:
+            now = stream.read().strip()
+    except (FileNotFoundError, ProcessLookupError):
         return False
     except (OSError, ValueError):
         return True
-    return True
+    return fields[0] != "Z" and (not started or (fields[19], now) == (started, boot))
 running = alive()
 print(json.dumps({"progress": load("progress.json"), "result": load("result.json"), "running": running}))
 """

@@ -465,7 +465,7 @@ def test_a_server_in_check_mode_is_not_calibrated(tmp_path, monkeypatch):
 def test_records_of_check_mode_are_no_base_for_a_calibration(tmp_path):
     place = tmp_path / "demo/r1/h/eagle3-c1-r1"
     place.mkdir(parents=True)
-    record = {"arm": {"name": "eagle3"}, "patch_sets_in_check": ["triton_target_verify"]}
+    record = {"host": "h", "arm": {"name": "eagle3"}, "patch_sets_in_check": ["triton_target_verify"]}
     (place / "record.json").write_text(json.dumps(record))
     wanted = {"experiment": "demo", "run_id": "r1", "plain": "baseline", "speculative": "eagle3", "most": 16}
     with pytest.raises(AerieError, match="arm eagle3 of run r1 ran triton_target_verify in check mode"):

@@ -250,7 +250,7 @@ def test_a_recommendation_says_what_was_measured_where_and_what_to_do():
     (recommendation,) = chosen("0.5.15.post1", KIMI, speculation=True).recommendations
     text = str(recommendation)
     for words in (
-        "EAGLE-3 over baseline at 64 clients went from 0.73 to 1.44",
+        "EAGLE-3 over baseline at 64 clients went from 0.73 to 1.35",
         "H200 (compute capability 9.0), with simulated acceptance",
         "for SM120 the set was only compiled, never run",
         "measured: docs/measurements/target-verify.md",

@@ -245,17 +245,19 @@ class Runner:
         sessions = {process.process.pid for process in running}
         deadline = time.monotonic() + KILL_SECONDS
         while True:
-            for process in running:
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.killpg(process.process.pid, signal.SIGKILL)
-            left = [one.pid for one in processes.scan() if one.variable(MARK) == self.mark or _session(one.pid) in sessions]
-            for pid in left:
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.kill(pid, signal.SIGKILL)
-            for process in running:
-                process.process.poll()  # or it stays a zombie
+            for program in running:
+                # Once it was waited for, its number may be another group's.
+                if program.process.returncode is None:
+                    with contextlib.suppress(ProcessLookupError, PermissionError):
+                        os.killpg(program.process.pid, signal.SIGKILL)
+            left = [process for process in processes.scan() if process.variable(MARK) == self.mark or _session(process.pid) in sessions]
+            for process in left:
+                with contextlib.suppress(PermissionError):
+                    processes.kill(process)
+            for program in running:
+                program.process.poll()  # or it stays a zombie
             if not left or time.monotonic() > deadline:
-                return tuple(left)
+                return tuple(process.pid for process in left)
             time.sleep(0.05)
 
 

@@ -8,7 +8,6 @@ records are made of these files (records.py).
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import re
@@ -24,7 +23,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Protocol
 
-from ansible.module_utils.aerie import files, processes, words
+from ansible.module_utils.aerie import files, locks, processes, words
 from ansible.module_utils.aerie.errors import AerieError
 from ansible.module_utils.aerie.measuring import bench_clients
 from ansible.module_utils.aerie.measuring.experiment import PROFILE
@@ -385,8 +384,9 @@ def _wait(job: Job, client: subprocess.Popen[bytes]) -> int:
 
 
 def end_group(client: subprocess.Popen[bytes]) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(client.pid, signal.SIGKILL)
+    if client.returncode is None:  # once it was waited for, its number may be another group's
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(client.pid, signal.SIGKILL)
     client.wait()
 
 
@@ -532,17 +532,13 @@ def new_lines(path: Path, offset: int) -> bytes:
 @contextlib.contextmanager
 def alone(path: Path, run_id: str) -> Iterator[None]:
     """Hold ``path``: two loads on one server would measure each other."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a+") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            lock.seek(0)
-            holder = lock.read().strip() or "another benchmark"
-            raise AerieError(f"{holder} is still measuring on this instance: wait for it, or end it") from None
-        lock.truncate(0)
-        lock.write(f"run {run_id} (process {os.getpid()})\n")
-        lock.flush()
+    try:
+        holder = path.read_text(errors="replace").strip()[:200]
+    except OSError:
+        holder = ""
+    with locks.held(path, 0, f"{holder or 'another benchmark'} is still measuring on this instance") as lock:
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, f"run {run_id}\n".encode(), 0)
         yield
 
 

@@ -308,7 +308,9 @@ def _lock(root: Path, name: str, kind: int, refusal: str) -> Iterator[None]:
     path = root / LOCKS / f"{name}.lock"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        if os.fstat(descriptor).st_uid == os.geteuid():
+            os.fchmod(descriptor, 0o600)  # who may open it may hold it, and older versions let everybody
     except OSError as error:
         raise AerieError(f"{error.filename or path}: {error.strerror}: nothing was changed; the store must be writable") from error
     try:

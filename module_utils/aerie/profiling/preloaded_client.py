@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ansible.module_utils.aerie import processes
 from ansible.module_utils.aerie.errors import AerieError
 from ansible.module_utils.aerie.measuring import bench_clients
 
@@ -79,15 +80,16 @@ class _Process(Run):
         return self._process.poll()
 
     def end(self) -> None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        if self._process.poll() is None:  # else its number may be another group's
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
 
 class _Fork(Run):
     def __init__(self, clients: Clients, pid: int) -> None:
         self._clients = clients
-        self._pid = pid
+        self._process = processes.read(pid)
         self._status: int | None = None
 
     def poll(self) -> int | None:
@@ -99,9 +101,10 @@ class _Fork(Run):
         deadline = time.monotonic() + END_SECONDS
         while self.poll() is None and time.monotonic() < deadline:
             # Again and again: it leads its group only once it runs.
-            for kill in (os.killpg, os.kill):
+            if self._process is not None and processes.is_same(self._process):
                 with contextlib.suppress(ProcessLookupError, PermissionError):
-                    kill(self._pid, signal.SIGKILL)
+                    os.killpg(self._process.pid, signal.SIGKILL)
+                processes.kill(self._process)
             time.sleep(0.02)
 
 

@@ -10,7 +10,6 @@ import ast
 import base64
 import contextlib
 import csv
-import fcntl
 import hashlib
 import io
 import json
@@ -26,6 +25,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from ansible.module_utils.aerie import locks
 from ansible.module_utils.aerie.errors import AerieError
 from ansible.module_utils.aerie.files import canonical_hash, read_json, sha256_bytes, sha256_file, write_json
 from ansible.module_utils.aerie.jobs import Progress
@@ -35,6 +35,8 @@ from ansible.module_utils.aerie.words import listing, tail
 MARKER = ".aerie-environment.json"
 PACKAGE_MARKER = ".aerie-package.json"
 GIB = 1 << 30
+ALONE_SECONDS = 2 * 3600.0
+"""How long to wait for another run that makes an environment: 25 GB come over a slow line."""
 PACKAGE_GIB = 1.0
 SUPERVISOR_GIB = 0.1
 
@@ -544,11 +546,10 @@ def _now() -> str:
 @contextlib.contextmanager
 def alone(paths: HostPaths, progress: Progress) -> Iterator[None]:
     """Hold the host's environments: two runs that make them don't meet."""
-    paths.environments.mkdir(parents=True, exist_ok=True)
-    with (paths.environments / ".lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            progress.update("waiting: another run is making an environment on this host")
-            fcntl.flock(lock, fcntl.LOCK_EX)
+    with locks.held(
+        paths.environments / ".lock",
+        ALONE_SECONDS,
+        "another run is making an environment on this host",
+        lambda: progress.update("waiting: another run is making an environment on this host"),
+    ):
         yield

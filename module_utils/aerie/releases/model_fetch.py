@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import fcntl
 import hashlib
 import os
 import shutil
@@ -22,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from ansible.module_utils.aerie import locks
 from ansible.module_utils.aerie.errors import AerieError, raise_all
 from ansible.module_utils.aerie.files import fsync_dir, read_json, write_json
 from ansible.module_utils.aerie.jobs import Progress
@@ -30,6 +30,8 @@ from ansible.module_utils.aerie.releases.model_catalog import PARTIAL
 from ansible.module_utils.aerie.releases.model_identity import FETCHING, File, Model
 from ansible.module_utils.aerie.words import listing
 
+ALONE_SECONDS = 24 * 3600.0
+"""How long to wait for another run that fetches the same model."""
 RECORD = ".aerie-model.json"
 """What a whole model was fetched from, in its directory."""
 TRIES = 5
@@ -470,13 +472,12 @@ def _place(wanted: Wanted, fetched: Sequence[Remote], hashes: Mapping[str, str],
 @contextlib.contextmanager
 def _alone(wanted: Wanted, progress: Progress) -> Iterator[None]:
     """Hold one model's directory. The lock goes with the process that holds it."""
-    wanted.directory.parent.mkdir(parents=True, exist_ok=True)
-    with (wanted.directory.parent / f".{wanted.directory.name}.lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            progress.update(f"{wanted.name}: waiting, another run is fetching it")
-            fcntl.flock(lock, fcntl.LOCK_EX)
+    with locks.held(
+        wanted.directory.parent / f".{wanted.directory.name}.lock",
+        ALONE_SECONDS,
+        f"model {wanted.name}: another run is fetching it",
+        lambda: progress.update(f"{wanted.name}: waiting, another run is fetching it"),
+    ):
         yield
 
 

@@ -162,9 +162,11 @@ class _Waiting:
 
 
 def _death(pid: int | None) -> Callable[[], str | None]:
+    launched = None if pid is None else processes.read(pid)
+
     def reason() -> str | None:
         # A service manager may have begun another try meanwhile, under another process id: the first one counts.
-        return None if pid is not None and processes.alive(pid) else "the server died while it started"
+        return None if launched is not None and processes.is_same(launched) else "the server died while it started"
 
     return reason
 

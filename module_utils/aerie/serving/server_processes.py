@@ -49,8 +49,8 @@ def end(paths: HostPaths, name: str, seen: Iterable[Process], seconds: float) ->
     """End what is left of instance ``name``, and of the processes ``seen`` before; return those that had to be killed."""
     before = {process.pid: process for process in seen}
     left = {process.pid: process for process in of_instance(paths, name)}
-    # A pid that was seen and lives on is only ours if it is still the same program.
-    left |= {pid: process for pid, process in before.items() if (now := processes.read(pid)) is not None and now.argv == process.argv}
+    # What was seen before and lives on is ours, though it changed its title or its directory.
+    left |= {pid: process for pid, process in before.items() if processes.is_same(process)}
     return processes.end(left.values(), seconds) if left else []
 
 
