@@ -48,12 +48,12 @@ class OwnMachine(processes.Machine):
             family |= children
         return sorted(family)
 
-    def listening_sockets(self) -> list[tuple[int, str]]:
+    def listeners(self) -> list[processes.Listener]:
         with guard.paused():
-            listening = super().listening_sockets()
+            listening = super().listeners()
             own = {socket for pid in self.pids() for socket in self.open_sockets(pid)}
         # This process may be the one that takes BUSY_PORTS. To a test they are another's.
-        return [entry for entry in listening if entry[1] in own and entry[0] not in BUSY_PORTS]
+        return [entry for entry in listening if entry.socket in own and entry.port not in BUSY_PORTS]
 
     def lock_holders(self, inode: int) -> list[int]:
         with guard.paused():

@@ -8,9 +8,11 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
+from ipaddress import IPv4Address, IPv6Address
 from pathlib import Path
 
 PROC = Path("/proc")
@@ -59,6 +61,27 @@ class Identity:
         return cls(int(words[0]), int(words[1]), words[2])
 
 
+@dataclass(frozen=True)
+class Listener:
+    """A TCP socket that listens: its address, and its name as ``/proc/<pid>/fd`` shows it."""
+
+    address: IPv4Address | IPv6Address
+    port: int
+    socket: str
+
+    @property
+    def is_loopback(self) -> bool:
+        mapped = getattr(self.address, "ipv4_mapped", None)
+        return self.address.is_loopback or (mapped is not None and mapped.is_loopback)
+
+
+def _address(text: str) -> IPv4Address | IPv6Address:
+    """Return an address of /proc/net/tcp and tcp6: words of four bytes, each in the machine's order."""
+    words = [bytes.fromhex(text[place : place + 8]) for place in range(0, len(text), 8)]
+    packed = b"".join(word[::-1] if sys.byteorder == "little" else word for word in words)
+    return IPv4Address(packed) if len(packed) == 4 else IPv6Address(packed)
+
+
 class Machine:
     """The machine that this code runs on: its processes and listeners, as /proc shows them."""
 
@@ -69,17 +92,17 @@ class Machine:
         """Return the id of every process, zombies included, in order."""
         return sorted(int(entry.name) for entry in self._proc.iterdir() if entry.name.isdigit())
 
-    def listening_sockets(self) -> list[tuple[int, str]]:
-        """Return port and socket of every TCP listener; sockets as ``/proc/<pid>/fd`` shows them."""
-        sockets = []
+    def listeners(self) -> list[Listener]:
+        """Return every TCP socket that listens."""
+        found = []
         for table in ("net/tcp", "net/tcp6"):
             with contextlib.suppress(OSError):
                 for row in (self._proc / table).read_text().splitlines()[1:]:
                     columns = row.split()
                     if columns[3] == LISTEN:
-                        port = int(columns[1].rpartition(":")[2], 16)
-                        sockets.append((port, f"socket:[{columns[9]}]"))
-        return sockets
+                        address, _, port = columns[1].rpartition(":")
+                        found.append(Listener(_address(address), int(port, 16), f"socket:[{columns[9]}]"))
+        return found
 
     def text(self, pid: int, name: str) -> str:
         """Return a file of process ``pid``, empty where it is gone or we may not read it."""
@@ -182,7 +205,7 @@ def mapped_files(pid: int) -> list[str]:
 
 
 def _listening_sockets(port: int) -> set[str]:
-    return {socket for number, socket in machine.listening_sockets() if number == port}
+    return {listener.socket for listener in machine.listeners() if listener.port == port}
 
 
 def is_listening(port: int) -> bool:
@@ -201,6 +224,16 @@ def holders(port: int) -> list[Process] | None:
     if not sockets:
         return None
     return [process for process in scan() if sockets & machine.open_sockets(process.pid)]
+
+
+def listeners_of(processes: Iterable[Process]) -> list[tuple[Process, Listener]]:
+    """Return the TCP sockets on which ``processes`` listen, each with the first of them that has it."""
+    waiting = {listener.socket: listener for listener in machine.listeners()}
+    found = []
+    for process in processes:
+        own = sorted(machine.open_sockets(process.pid) & waiting.keys())
+        found += [(process, waiting.pop(socket)) for socket in own]
+    return found
 
 
 def end(processes: Iterable[Process], seconds: float) -> list[Process]:

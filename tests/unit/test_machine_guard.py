@@ -183,6 +183,6 @@ def test_proc_is_read_as_the_kernel_writes_it(tmp_path):
     machine = processes.Machine(tmp_path)
     assert machine.pids() == [7]
     assert machine.open_sockets(7) == {"socket:[4711]"}
-    assert machine.listening_sockets() == [(30000, "socket:[4711]")]
+    assert [(listener.port, listener.socket) for listener in machine.listeners()] == [(30000, "socket:[4711]")]
     assert machine.text(7, "stat") == "7 (a) b) S 1 7"
     assert (machine.text(8, "stat"), machine.link(7, "exe")) == ("", None)

@@ -15,7 +15,7 @@ from ansible.module_utils.aerie.errors import AerieError
 from ansible.module_utils.aerie.files import write_atomic, write_json
 from ansible.module_utils.aerie.patching import patch_checks
 from ansible.module_utils.aerie.releases import release as releases
-from ansible.module_utils.aerie.serving import server_processes, server_smoke
+from ansible.module_utils.aerie.serving import exposure, server_processes, server_smoke
 from ansible.module_utils.aerie.serving.server_http import USELESS_ACCEPTANCE, Endpoint, ServerError, acceptance, wait_ready
 from ansible.module_utils.aerie.serving.server_plan import Host, Plan, recorded
 from ansible.module_utils.aerie.serving.service import last_lines
@@ -122,6 +122,7 @@ def start(wanted: Plan, ready_seconds: float, tell: Tell = _silent) -> dict[str,
             warnings += [warning] if warning else []
         tell(f"{name}: several requests at once, and a long one")
         warnings += [f"instance {name}: {problem}" for problem in server_smoke.smoke(wanted.endpoint)]
+        record["exposed"] = exposure.exposed(server_processes.of_instance(host.paths, name), wanted.endpoint.port)
         service.enable(name)
     except (AerieError, OSError) as error:
         lines = last_lines(log, 20, wanted.endpoint.api_key)
@@ -268,6 +269,7 @@ def status(host: Host, name: str, api_key: str | None = None) -> dict[str, Any]:
         "models": found.get("models", {}),
         "accept_length": found.get("accept_length"),
         "patch_modes": found.get("patch_modes", {}),
+        "exposed": exposure.exposed(server_processes.of_instance(host.paths, name), found["port"]) if found else [],
         "recommendations": found.get("recommendations", []),
         "definition": found.get("definition"),
         "service_manager": service.kind,
