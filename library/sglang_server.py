@@ -248,6 +248,7 @@ status:
     {name: main, installed: true, enabled: true, running: true, ready: true, pid: 4711, pids: [4711, 4725, 4726], state: ready, arm: eagle3,
     release: 0.5.23-0123456789ab, sglang_version: 0.5.23, host: 127.0.0.1, port: 30000, service_manager: systemd, uptime_seconds: 86400,
     accept_length: 2.01, patch_modes: {triton_target_verify: grouped}, recommendations: [], reason: null,
+    exposed: [{address: "::", port: 23934, pid: 4725, process: "sglang::scheduler"}],
     log: ["Decode batch, #running-req: 1"]}
 """
 
