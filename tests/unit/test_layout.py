@@ -130,9 +130,9 @@ def test_the_cores_know_nothing_of_ansible():
         f"{path.name}:{node.lineno}"
         for path in sorted((ROOT / "module_utils/aerie").glob("*.py"))
         for node in ast.walk(ast.parse(path.read_text()))
-        for name in ([node.module or ""] if isinstance(node, ast.ImportFrom) else [alias.name for alias in getattr(node, "names", [])])
         if isinstance(node, ast.Import | ast.ImportFrom)
-        and name.startswith("ansible")
+        for name in ([node.module or ""] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names])
+        if name.startswith("ansible")
         and not name.startswith("ansible.module_utils.aerie")
         and name != "ansible.module_utils"
     ]
