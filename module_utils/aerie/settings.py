@@ -159,7 +159,7 @@ def check_arms(arms: Mapping[str, Any], catalog: Collection[str], options: Colle
         algorithm = str((speculation or {}).get("algorithm") or "").upper()
         if draft is None and algorithm in server_flags.NEEDS_DRAFT:
             yield f"{where}.speculation.draft_model is missing: {algorithm} needs one, the name of a model in sglang_models_catalog"
-        if draft is not None and draft not in catalog:
+        if draft is not None and not (isinstance(draft, str) and draft in catalog):
             yield f"{where}.speculation.draft_model: {_not_in(draft, catalog, 'sglang_models_catalog')}"
 
 
@@ -176,7 +176,8 @@ def check_instances(instances: Mapping[str, Any], arms: Mapping[str, Any], catal
             continue
         yield from _keys(where, instance, INSTANCE_KEYS, required=("arm", "model", "port"))
         for key, candidates, source in (("arm", arms, "sglang_server_arms"), ("model", catalog, "sglang_models_catalog")):
-            if instance.get(key) is not None and instance[key] not in candidates:
+            value = instance.get(key)
+            if value is not None and not (isinstance(value, str) and value in candidates):
                 yield f"{where}.{key}: {_not_in(instance[key], candidates, source)}"
         gpus = instance.get("gpus")
         if gpus is not None and not _are_gpus(gpus):

@@ -132,9 +132,7 @@ def test_the_cores_know_nothing_of_ansible():
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Import | ast.ImportFrom)
         for name in ([node.module or ""] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names])
-        if name.startswith("ansible")
-        and not name.startswith("ansible.module_utils.aerie")
-        and name != "ansible.module_utils"
+        if name.startswith("ansible") and not name.startswith("ansible.module_utils.aerie") and name != "ansible.module_utils"
     ]
     assert offenders == []
 

@@ -6,6 +6,8 @@ import re
 from dataclasses import dataclass
 from itertools import zip_longest
 
+from ansible.module_utils.aerie.errors import AerieError
+
 QUERY = ("dpkg-query", "--show", "--showformat", "${db:Status-Abbrev}\t${Package}\t${Architecture}\t${Version}\n")
 
 UNFINISHED = {
@@ -61,11 +63,14 @@ def parse_packages(text: str, architecture: str) -> dict[str, Package]:
     """Return what `QUERY` printed, by name; packages of which nothing is left are left out."""
     packages = {}
     for line in text.splitlines():
-        abbreviation, name, own, version = line.split("\t")
-        if abbreviation[1] == "n":
+        fields = line.split("\t")
+        if len(fields) != 4:
+            raise AerieError(f"dpkg-query printed a line that is no package's: {line[:120]!r}: look at dpkg-query --show on that host")
+        abbreviation, name, own, version = fields
+        if abbreviation[1:2] == "n":
             continue
         qualified = name if own in (architecture, "all", "") else f"{name}:{own}"
-        packages[qualified] = Package(qualified, version, abbreviation[0], abbreviation[1], abbreviation[2:3] == "R")
+        packages[qualified] = Package(qualified, version, abbreviation[:1], abbreviation[1:2], abbreviation[2:3] == "R")
     return packages
 
 
