@@ -318,7 +318,7 @@ def shown(value: dict[str, Any]) -> str:
 
 def links(paths: HostPaths) -> dict[str, str | None]:
     """Return the releases that the host's links point to."""
-    return {"current": release.linked(paths.current), "previous": release.linked(paths.previous)}
+    return release.links(paths)
 
 
 def switched(before: dict[str, str | None], wanted: str) -> dict[str, Any]:

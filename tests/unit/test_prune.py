@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import upkeep_example
+from ansible.module_utils.aerie import processes
 from ansible.module_utils.aerie.errors import AerieError
 from ansible.module_utils.aerie.releases import prune
 from ansible.module_utils.testing import patch_module_args
@@ -204,7 +205,7 @@ def test_logs_and_jobs_that_ended_go_and_running_ones_stay(root, run):
     jobs = {name: root.paths.jobs / f"sglang_server-{name}" for name in ("ended", "recent", "running")}
     for path in jobs.values():
         path.mkdir(parents=True)
-        (path / "pid").write_text(str(os.getpid()))
+        (path / "pid").write_text(str(processes.identify(os.getpid())))
     (jobs["ended"] / "result.json").write_text("{}")
     (jobs["recent"] / "result.json").write_text("{}")
     aged(jobs["ended"], jobs["running"])
@@ -227,7 +228,7 @@ def test_half_made_things_go_unless_a_job_is_at_work(root, run):
     for name in ("sglang_release-1", "sglang_environment-1"):
         job = root.paths.jobs / name
         job.mkdir(parents=True)
-        (job / "pid").write_text(str(os.getpid()))
+        (job / "pid").write_text(str(processes.identify(os.getpid())))
     assert run()["changed"] is False
     for name in ("sglang_release-1", "sglang_environment-1"):
         (root.paths.jobs / name / "result.json").write_text("{}")

@@ -36,6 +36,9 @@ RELEASE = release_file.RELEASE
 ARGUMENTS = "server_arguments.json"
 ADOPTED = "adopted.json"
 PTH = "_aerie_environment.pth"
+LINKS, PINS = ("current", "previous"), "pins"
+SWITCH = ".switch.json"
+"""Below ``releases``, while the links move: where they are going."""
 ID = re.compile(r"[0-9][\w.+]*-[0-9a-f]{12}")
 LINKED_FROM_BYTES = 1 << 20
 SPECULATIVE = "sglang/srt/speculative"
@@ -238,11 +241,31 @@ def existing(paths: HostPaths) -> list[str]:
 
 
 def linked(link: Path) -> str | None:
-    """Return the id of the release that ``current`` or ``previous`` points to."""
+    """Return the id of the release that ``current``, ``previous`` or a pin points to; None where there is no link.
+
+    Raises AerieError where it leads anywhere but to a release of its own root, whatever that is called.
+    """
     try:
-        return link.readlink().name
-    except OSError:
+        target = link.readlink()
+    except FileNotFoundError:
         return None
+    except OSError:
+        kind = "a directory" if link.is_dir() else "no link"
+        raise AerieError(f"{link} is {kind}, and must be a link to a release: look what it is, and move it aside") from None
+    root = link.parent if link.name in LINKS and link.parent.name != PINS else link.parent.parent
+    place = Path(os.path.normpath(link.parent / target))
+    if place.parent != root / "releases":
+        raise AerieError(
+            f"{link} leads to {target}, which is no release below {root / 'releases'}: point it to one of these "
+            f"(ln -sfn releases/ID {link}), or remove it"
+        )
+    return place.name
+
+
+def links(paths: HostPaths) -> dict[str, str | None]:
+    """Return the releases that are ``current`` and ``previous``, once a switch that was cut off is finished."""
+    found = {"current": linked(paths.current), "previous": linked(paths.previous)}
+    return {**found, **(_begun(paths) or {})}
 
 
 def make(paths: HostPaths, ingredients: Ingredients, progress: Progress) -> dict[str, Any]:
@@ -422,9 +445,15 @@ def dump_arguments(python: str, profile: str, imports: Sequence[str], failure: s
 def find(paths: HostPaths, release_id: str) -> dict[str, Any]:
     """Return the ``release.json`` of a release that must be there; ``previous`` means the one before the current."""
     if release_id == "previous":
-        target = linked(paths.previous)
+        known_links = links(paths)
+        target = known_links["previous"]
+        if target is not None and target == known_links["current"]:
+            raise AerieError(
+                f"{paths.previous} leads to the current release, {target}, as a switch that was cut off leaves it: which one was "
+                f"before is not known; name it in sglang_patches_rollback_to: there is {listing(existing(paths))}"
+            )
         if target is None:
-            tree = (read(paths, linked(paths.current) or "") or {}).get("tree")
+            tree = (read(paths, known_links["current"] or "") or {}).get("tree")
             what = f"name one of {listing(existing(paths))}"
             if tree:
                 what = (
@@ -433,6 +462,8 @@ def find(paths: HostPaths, release_id: str) -> dict[str, Any]:
                 )
             raise AerieError(f"{paths.root} has no previous release to go back to: {what}")
         release_id = target
+    if not _is_name(release_id):
+        raise AerieError(f"{release_id!r} is no release id, such as 0.5.23-0123456789ab: there is {listing(existing(paths))}")
     release = read(paths, release_id)
     if release is None:
         known = existing(paths)
@@ -440,23 +471,63 @@ def find(paths: HostPaths, release_id: str) -> dict[str, Any]:
     return release
 
 
+def _is_name(text: str) -> bool:
+    return bool(text) and text not in (".", "..") and "/" not in text and "\0" not in text
+
+
+def _begun(paths: HostPaths) -> dict[str, str | None] | None:
+    """Return where a switch that was cut off was going; None where none was."""
+    try:
+        value = read_json(paths.releases / SWITCH)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError):
+        value = None
+    found = value if isinstance(value, dict) else {}
+    current, previous = found.get("current"), found.get("previous")
+    if (
+        not isinstance(current, str)
+        or not _is_name(current)
+        or not (previous is None or (isinstance(previous, str) and _is_name(previous)))
+    ):
+        raise AerieError(f"{paths.releases / SWITCH} is damaged: look at {paths.current} and {paths.previous}, and remove it")
+    return {"current": current, "previous": previous}
+
+
+def finish_switch(paths: HostPaths) -> None:
+    """Go on with a switch that was cut off, and clear away what it left beside the links."""
+    for left in paths.root.glob(".*"):
+        if left.is_symlink() and re.fullmatch(r"\.(current|previous)\.\d+", left.name):
+            left.unlink(missing_ok=True)
+    begun = _begun(paths)
+    if begun is None:
+        return
+    if begun["previous"]:
+        _point(paths.previous, Path("releases") / begun["previous"])
+    else:
+        paths.previous.unlink(missing_ok=True)
+    _point(paths.current, Path("releases") / str(begun["current"]))
+    (paths.releases / SWITCH).unlink(missing_ok=True)
+    fsync_dir(paths.releases)
+
+
 def switch(paths: HostPaths, release_id: str, previous: str | None = None) -> None:
     """Point ``current`` to a verified release, and ``previous`` to what it pointed to; each link moves in one step.
 
+    Where both are going is written down first: whoever comes after a switch that was cut off finishes it, so that
+    ``previous`` never means the release that is current.
     A switch that is taken back gives the ``previous`` that was there before it, or an empty string where there was none.
     """
     release = find(paths, release_id)
     if release.get("verified") is not True:
         raise AerieError(f"release {release_id} was not verified and can't become current")
+    finish_switch(paths)
     before = linked(paths.current)
     if before == release_id:
         return
-    remembered = before if previous is None else previous
-    if remembered:
-        _point(paths.previous, Path("releases") / remembered)
-    elif previous == "":
-        paths.previous.unlink(missing_ok=True)
-    _point(paths.current, Path("releases") / release_id)
+    remembered = (before or linked(paths.previous)) if previous is None else previous or None
+    write_json(paths.releases / SWITCH, {"current": release_id, "previous": remembered})
+    finish_switch(paths)
 
 
 def caches_of(paths: HostPaths, release_id: str | None) -> list[Path]:
