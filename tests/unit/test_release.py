@@ -116,6 +116,19 @@ def test_sources_are_copies_so_that_patches_never_reach_the_package(made):
     assert not (site_packages / environment.PACKAGE_MARKER).exists()
 
 
+@pytest.mark.parametrize("what", ["changed", "gone", "added", "a library"])
+def test_a_package_that_is_no_longer_its_wheel_makes_no_release(paths, ingredients, tmp_path, what):
+    package = shutil.copytree(Path(ingredients.package["path"]), tmp_path / "package")
+    name = {"added": "sglang/added.py", "a library": "sglang/srt/big.so"}.get(what, WORKER)
+    if what == "gone":
+        (package / name).unlink()
+    else:
+        (package / name).write_bytes(b"import os\n" * 200_000)
+    with pytest.raises(AerieError, match=rf"is no longer what its wheel was \(changed, added or gone: {name}\): remove .*install\.yml"):
+        release.make(paths, replace(ingredients, package={**ingredients.package, "path": str(package)}), QUIET)
+    assert release.existing(paths) == []
+
+
 def test_programs_of_the_environment_are_in_the_release_but_its_python_is_its_own(paths, ingredients):
     program = Path(ingredients.environment["path"]) / "bin" / "ninja"
     program.write_text("#!/bin/sh\n")

@@ -49,7 +49,7 @@ class SourceTree:
         found = _dist_infos(path, package)
         if len(found) > 1:
             raise AerieError(f"{path} has several versions of {package} ({listing(one.name for one in found)}): remove the older ones")
-        record = _record(found[0] / "RECORD") if found else {}
+        record = read_record(found[0] / "RECORD") if found else {}
         git = None if _covers(record, package) else GitCheckout.find(path, package)
         said = found[0].name.removesuffix(".dist-info").partition("-")[2] if found else None
         text = version or (_known(said) if git else said) or _version(path, package, git)
@@ -188,7 +188,7 @@ def _normal(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def _record(path: Path) -> dict[str, str]:
+def read_record(path: Path) -> dict[str, str]:
     """Read a RECORD: path, ``sha256=<url-safe base64>``, size. Source: packaging.python.org, Recording installed projects."""
     hashes = {}
     try:

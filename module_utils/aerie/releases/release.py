@@ -25,8 +25,9 @@ from typing import Any
 
 from ansible.module_utils.aerie import processes
 from ansible.module_utils.aerie.errors import AerieError
-from ansible.module_utils.aerie.files import canonical_hash, fsync_dir, read_json, write_atomic, write_json
+from ansible.module_utils.aerie.files import canonical_hash, fsync_dir, read_json, sha256_file, write_atomic, write_json
 from ansible.module_utils.aerie.jobs import Progress
+from ansible.module_utils.aerie.patching.source_tree import read_record
 from ansible.module_utils.aerie.paths import HostPaths
 from ansible.module_utils.aerie.releases import adoption, release_file
 from ansible.module_utils.aerie.releases import environment as environments
@@ -292,8 +293,7 @@ def make(paths: HostPaths, ingredients: Ingredients, progress: Progress) -> dict
     if found:
         _fill_adopted(path, site_packages, *found)
     else:
-        shutil.copytree(Path(ingredients.package["path"]), site_packages, copy_function=_copy, dirs_exist_ok=True)
-        (site_packages / environments.PACKAGE_MARKER).unlink()
+        _copy_package(Path(ingredients.package["path"]), site_packages)
         (site_packages / PTH).write_text(f"import site; site.addsitedir({ingredients.environment['site_packages']!r})\n")
         _link_programs(Path(ingredients.environment["path"]) / "bin", path / "bin")
     write_json(path / RELEASE, release)
@@ -577,6 +577,35 @@ def _copy(source: str, target: str) -> str:
         except OSError:
             pass
     return shutil.copy2(source, target)
+
+
+def _copy_package(package: Path, site_packages: Path) -> None:
+    """Copy the pristine package, and compare every file with the RECORD of its wheel while it is read.
+
+    Raise where one was changed, added or taken away since it was unpacked: each release would be made of it.
+    """
+    (record,) = package.glob("sglang-*.dist-info/RECORD")
+    recorded: dict[str, str | None] = dict(read_record(record))
+    recorded |= {environments.PACKAGE_MARKER: None, record.relative_to(package).as_posix(): None}
+    different: list[str] = []
+
+    def copy(source: str, target: str) -> str:
+        name = Path(source).relative_to(package).as_posix()
+        expected = recorded.pop(name, "")
+        if expected is not None and expected != sha256_file(Path(source)):
+            different.append(name)
+        return _copy(source, target)
+
+    ignore = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(package, site_packages, copy_function=copy, ignore=ignore, dirs_exist_ok=True)
+    different += recorded
+    if different:
+        shown = [*sorted(different)[:5], *([f"{len(different) - 5} more"] if len(different) > 5 else [])]
+        raise AerieError(
+            f"{package} is no longer what its wheel was (changed, added or gone: {listing(shown)}): remove that directory and run "
+            "playbooks/install.yml, which unpacks it again"
+        )
+    (site_packages / environments.PACKAGE_MARKER).unlink()
 
 
 def _link_programs(source: Path, target: Path) -> None:
