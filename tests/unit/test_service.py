@@ -30,6 +30,34 @@ def test_the_unit_ends_the_whole_cgroup_and_lets_gpus_be_used(tmp_path):
     assert settings(text)["Install"]["WantedBy"] == "multi-user.target"
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[Service]\nExecStart=/usr/bin/sglang\n", "was not written by Aerie"),
+        ("", "was not written by Aerie"),
+        ("# Written by Aerie (role sglang_server)\nExecStart=/srv/other/instances/%i/launch\n", "of another aerie_root, /srv/other"),
+    ],
+)
+def test_a_unit_that_is_anothers_is_refused_and_left_as_it_is(tmp_path, text, message):
+    unit = tmp_path / "units/sglang@.service"
+    unit.parent.mkdir()
+    unit.write_text(text)
+    systemd = Systemd(HostPaths(tmp_path / "root"), 75, unit.parent, systemctl="true")
+    for act in (systemd.definitions, systemd.install):
+        with pytest.raises(AerieError, match=message):
+            act("main")
+    assert unit.read_text() == text
+
+
+def test_a_unit_of_an_older_version_is_replaced(tmp_path):
+    systemd = Systemd(HostPaths(tmp_path / "root"), 75, tmp_path, systemctl="true")
+    (text,) = systemd.definitions("main").values()
+    (tmp_path / "sglang@.service").write_text(text.replace("UMask=0077\n", ""))
+    assert systemd.install("main")
+    assert (tmp_path / "sglang@.service").read_text() == text
+    assert not systemd.install("main")
+
+
 def test_the_program_is_stopped_with_its_group_and_not_started_for_ever(tmp_path):
     definitions = Supervisor(HostPaths(tmp_path), 33, None).definitions("main")
     program = settings(definitions[tmp_path / "supervisor/conf.d/main.conf"])["program:main"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from pathlib import Path
 
@@ -16,6 +17,8 @@ TEMPLATE = "sglang@.service"
 # Left out on purpose: PrivateDevices and DevicePolicy (and ProtectClock, which implies it) hide the GPUs, MemoryDenyWriteExecute
 # breaks every JIT, ProtectKernelModules keeps nvidia-modprobe from loading nvidia-uvm, PrivateTmp hides an MPS daemon's pipe,
 # PrivateNetwork and RestrictAddressFamilies break NCCL, ProtectHome hides models and roots in a home.
+MARK = "# Written by Aerie"
+EXEC_START = re.compile(r"^ExecStart=(.*)/instances/%i/launch$", re.MULTILINE)
 UNIT = """\
 # Written by Aerie (role sglang_server); changes are overwritten.
 [Unit]
@@ -66,7 +69,28 @@ class Systemd:
         self._systemctl = systemctl
 
     def definitions(self, name: str) -> dict[Path, str]:  # noqa: ARG002
+        """Return the template; raise where that file is another's, which is never replaced."""
+        self._refuse_foreign(self._units / TEMPLATE)
         return {self._units / TEMPLATE: UNIT.format(root=self._root, stop_seconds=self._stop_seconds)}
+
+    def _refuse_foreign(self, path: Path) -> None:
+        try:
+            text = path.read_text(errors="replace")
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise AerieError(f"{path}: {error.strerror}: it must be Aerie's own unit, or none") from error
+        if not text.startswith(MARK):
+            raise AerieError(
+                f"{path} was not written by Aerie (its first line is not {MARK!r}): move it aside, or set aerie_service_manager to "
+                "supervisor"
+            )
+        root = EXEC_START.search(text)
+        if root is not None and root[1] != self._root:
+            raise AerieError(
+                f"{path} starts the servers of another aerie_root, {root[1]}: a host has one root with systemd; remove that file once "
+                f"nothing of {root[1]} is to run here, or set aerie_service_manager to supervisor"
+            )
 
     def install(self, name: str) -> bool:
         changed = False
