@@ -88,7 +88,7 @@ class Fleet:
 
     def fetching(self, host: str) -> list[int]:
         """The processes that fetch the host's model: the jobs and their children, which run the library."""
-        jobs = [int(path.read_text()) for path in (self.directory / host / "jobs").glob("models-*/pid")]
+        jobs = [int(path.read_text().split()[0]) for path in (self.directory / host / "jobs").glob("models-*/pid")]
         found = [process for process in Path("/proc").iterdir() if process.name.isdigit()]
         return [int(process.name) for process in found if int(process.name) in jobs or _parent(process) in jobs]
 

@@ -48,7 +48,7 @@ def there():
     return sum(path.stat().st_size for path in partial.glob("*.safetensors"))
 while there() < {SHARD * 3 // 2} and time.monotonic() < deadline:
     time.sleep(0.02)
-jobs = [int(path.read_text()) for path in pathlib.Path("{ROOT}/jobs").glob("models-*/pid")]
+jobs = [int(path.read_text().split()[0]) for path in pathlib.Path("{ROOT}/jobs").glob("models-*/pid")]
 for process in [path for path in pathlib.Path("/proc").iterdir() if path.name.isdigit()]:
     try:
         words = (process / "cmdline").read_bytes()
